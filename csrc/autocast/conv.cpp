@@ -1,0 +1,31 @@
+// Autocast: convolutions run in the lower precision of the device, as torch's own do.
+#include <ATen/autocast_mode.h>
+
+#include "ops/conv_rooms.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+namespace {
+
+template <c10::DeviceType kDevice>
+struct AutocastRoom {
+  static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias) {
+    const c10::impl::ExcludeDispatchKeyGuard guard(
+        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+    auto lower = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
+    return call_conv(spec, lower(input), lower(weight),
+                     bias.has_value() ? OptionalTensor(lower(*bias)) : std::nullopt);
+  }
+};
+
+TORCH_LIBRARY_IMPL(patchconv, AutocastCPU, m) { register_conv_forward<AutocastRoom<c10::kCPU>>(m); }
+
+TORCH_LIBRARY_IMPL(patchconv, AutocastCUDA, m) { register_conv_forward<AutocastRoom<c10::kCUDA>>(m); }
+
+}  // namespace
+
+}  // namespace patchconv

@@ -1,0 +1,132 @@
+// The Python module patchconv_native._C: build facts, settings, the tile planner, and a short way into the
+// dispatcher. The only pybind11 file. Operators are not defined here; loading this library registers them
+// with torch's dispatcher, where Python finds them as torch.ops.patchconv.*. That way parses its arguments
+// against a schema, which takes longer than a small convolution's own overhead; conv() and conv_transpose()
+// below make the same call with typed arguments.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include <string>
+
+#include "core/build_facts.h"
+#include "core/settings.h"
+#include "ops/conv_rooms.h"
+#include "ops/explain.h"
+
+namespace py = pybind11;
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+
+py::dict built_with() {
+  py::dict facts;
+  facts["torch"] = TORCH_VERSION;
+  facts["cuda"] = py::none();
+  facts["archs"] = py::none();
+  facts["compiler"] = compiler();
+  if (const auto& cuda = patchconv::cuda_facts()) {
+    const int version = cuda->runtime_version;
+    facts["cuda"] = std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+    facts["archs"] = cuda->arch_list;
+  }
+  return facts;
+}
+
+py::dict path_dict(const patchconv::PathRecord& record) {
+  py::dict d;
+  d["op"] = record.op;
+  d["pass"] = record.pass;
+  d["path"] = record.tiled ? "tiled" : "stock";
+  d["tiles"] = std::vector<int64_t>(record.pieces.begin(), record.pieces.begin() + record.dims);
+  d["batch_step"] = record.batch_step;
+  d["count"] = record.tiles;
+  d["views"] = record.views;
+  return d;
+}
+
+py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& weight,
+              const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+              const std::vector<int64_t>& output_padding, const std::vector<int64_t>& dilation,
+              int64_t groups, bool transposed, const std::string& padding_mode,
+              const std::optional<std::vector<int64_t>>& splits, const std::string& dtype, bool channels_last,
+              const std::string& device, const std::string& pass) {
+  const patchconv::ConvExplanation e =
+      patchconv::explain_conv({input, weight, stride, padding, output_padding, dilation, groups, transposed,
+                               padding_mode, splits, dtype, channels_last, device, pass});
+  py::dict d;
+  d["path"] = e.plan.tiled ? "tiled" : "stock";
+  d["tiles"] = e.tiles;
+  d["batch_step"] = e.plan.batch_step;
+  d["halo_percent"] = e.plan.halo_percent;
+  d["workspace_bytes"] = e.plan.tile_bytes;
+  d["stock_workspace_bytes"] = e.plan.whole_bytes;
+  d["output_size"] = e.output_size;
+  d["reason"] = e.reason;
+  return d;
+}
+
+at::OptionalIntArrayRef optional_ref(const std::optional<std::vector<int64_t>>& list) {
+  return list.has_value() ? at::OptionalIntArrayRef(*list) : std::nullopt;
+}
+
+at::Tensor conv(int dims, const at::Tensor& input, const at::Tensor& weight,
+                const std::optional<at::Tensor>& bias, const std::vector<int64_t>& stride,
+                const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
+                const std::string& padding_mode, const std::optional<std::vector<int64_t>>& splits) {
+  return patchconv::call_conv(
+      {dims, /*transposed=*/false, stride, padding, {}, dilation, groups, padding_mode, optional_ref(splits)},
+      input, weight, bias);
+}
+
+at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& weight,
+                          const std::optional<at::Tensor>& bias, const std::vector<int64_t>& stride,
+                          const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
+                          int64_t groups, const std::vector<int64_t>& dilation,
+                          const std::optional<std::vector<int64_t>>& splits) {
+  return patchconv::call_conv({dims, /*transposed=*/true, stride, padding, output_padding, dilation, groups,
+                               "zeros", optional_ref(splits)},
+                              input, weight, bias);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() =
+      "The native part of patchconv_native. Importing it registers the operators torch.ops.patchconv.*.";
+  m.def(
+      "version", [] { return std::string(PATCHCONV_VERSION); },
+      "The package's version, with the torch release and CUDA version it was built for.");
+  m.def("built_with", &built_with,
+        "What this library was compiled with: torch, cuda and archs (None in a CPU-only build), compiler.");
+  m.def("conv", torch::wrap_pybind_function_no_gil(&conv),
+        "torch.ops.patchconv.conv{dims}d, with every argument a list.");
+  m.def("conv_transpose", torch::wrap_pybind_function_no_gil(&conv_transpose),
+        "torch.ops.patchconv.conv_transpose{dims}d, with every argument a list.");
+  m.def("workspace_limit", &patchconv::workspace_limit,
+        "Bytes of transient memory that automatic splits allow a call.");
+  m.def("set_workspace_limit", &patchconv::set_workspace_limit, py::arg("bytes"));
+  m.def("backend", &patchconv::backend_name);
+  m.def("set_backend", &patchconv::set_backend, py::arg("name"));
+  m.def("last_path", [] { return path_dict(patchconv::last_path()); });
+  m.def("start_path_log", &patchconv::start_path_log);
+  m.def("stop_path_log", [] {
+    py::list records;
+    for (const auto& record : patchconv::stop_path_log()) records.append(path_dict(record));
+    return records;
+  });
+  m.def("plan", &plan, py::kw_only(), py::arg("input"), py::arg("weight"), py::arg("stride"),
+        py::arg("padding"), py::arg("output_padding"), py::arg("dilation"), py::arg("groups"),
+        py::arg("transposed"), py::arg("padding_mode"), py::arg("splits"), py::arg("dtype"),
+        py::arg("channels_last"), py::arg("device"), py::arg("pass_"),
+        "How a convolution of these sizes would be computed.");
+}

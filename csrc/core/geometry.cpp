@@ -1,0 +1,74 @@
+#include "core/geometry.h"
+
+#include <algorithm>
+
+namespace patchconv {
+
+namespace {
+
+// Division that rounds towards minus infinity, and towards plus infinity. `b` is positive.
+int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
+int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
+
+constexpr std::string_view kNames[] = {"zeros", "reflect", "replicate", "circular"};
+
+}  // namespace
+
+bool parse_padding_mode(std::string_view name, PaddingMode* mode) {
+  for (int i = 0; i < 4; ++i) {
+    if (name == kNames[i]) {
+      *mode = static_cast<PaddingMode>(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+const char* padding_mode_name(PaddingMode mode) { return kNames[static_cast<int>(mode)].data(); }
+
+Range intersect(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
+
+Range piece_of(int64_t size, int64_t pieces, int64_t index) {
+  // The first size % pieces ranges are one longer.
+  const int64_t length = size / pieces;
+  const int64_t longer = size % pieces;
+  const int64_t begin = index * length + std::min(index, longer);
+  return {begin, begin + length + (index < longer ? 1 : 0)};
+}
+
+Range ConvDim::big_range(Range range) const {
+  if (range.empty()) return {0, 0};
+  const int64_t begin = range.begin * stride - pad_before;
+  return {begin, begin + (range.size() - 1) * stride + reach()};
+}
+
+Range ConvDim::small_range(Range range) const {
+  if (range.empty()) return {0, 0};
+  const int64_t first = ceil_div(range.begin + pad_before - (reach() - 1), stride);
+  const int64_t last = floor_div(range.end - 1 + pad_before, stride);
+  return intersect({first, last + 1}, {0, small});
+}
+
+int64_t source_index(PaddingMode mode, int64_t i, int64_t size) {
+  if (i >= 0 && i < size) return i;
+  switch (mode) {
+    case PaddingMode::kZeros:
+      return -1;
+    case PaddingMode::kReflect:
+      // Padding is smaller than the grid (checked by the operators), so one reflection is enough.
+      return i < 0 ? -i : 2 * (size - 1) - i;
+    case PaddingMode::kReplicate:
+      return i < 0 ? 0 : size - 1;
+    case PaddingMode::kCircular:
+      return i < 0 ? i + size : i - size;
+  }
+  return -1;
+}
+
+std::vector<int64_t> source_indices(PaddingMode mode, Range range, int64_t size) {
+  std::vector<int64_t> indices(range.size());
+  for (int64_t i = 0; i < range.size(); ++i) indices[i] = source_index(mode, range.begin + i, size);
+  return indices;
+}
+
+}  // namespace patchconv

@@ -1,0 +1,70 @@
+// How an operation on a grid is cut into tiles: the automatic choice and the checks of an explicit one.
+//
+// A plan cuts the grid that is written (a forward pass and a weight gradient walk over the small grid, an
+// input gradient over the big one). Images of a batch are separated first, since that costs no halo; then the
+// dimensions are cut in order, rows before columns, into as few pieces as keep a tile's transient memory
+// under a limit.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/geometry.h"
+
+namespace patchconv {
+
+// Which grid the tiles partition.
+enum class CutGrid { kSmall, kBig };
+
+// Transient bytes of one image's tile, per coordinate of each grid. Zero where a tile is a view of its
+// tensor.
+struct TileCost {
+  int64_t big_bytes = 0;
+  int64_t small_bytes = 0;
+};
+
+enum class PlanReason {
+  kFits,      // one call needs no more than the limit
+  kAsked,     // explicit splits
+  kPadding,   // one tile, because the padding is not one that stock PyTorch can do without a padded copy
+  kTooLarge,  // one call would need more than the limit
+};
+
+struct TilePlan {
+  bool tiled = false;           // false: one call of the stock operator
+  int64_t batch_step = 0;       // images a tile
+  std::vector<int64_t> pieces;  // per spatial dimension
+  int64_t tile_bytes = 0;       // transient memory of the largest tile, estimated
+  int64_t whole_bytes = 0;      // transient memory of one call for everything, estimated
+  double halo_percent = 0;      // coordinates read more than once, in percent of the grid that is read
+  PlanReason reason = PlanReason::kFits;
+  bool clamped = false;  // more pieces were asked for than there are coordinates
+
+  int64_t tiles_per_image() const;
+  // One sentence a person can read.
+  std::string explanation(int64_t limit) const;
+};
+
+struct PlanRequest {
+  std::vector<ConvDim> dims;
+  CutGrid grid = CutGrid::kSmall;
+  bool cut_padding = false;  // the big grid is cut together with its padding (its gradient is folded back)
+  int64_t batch = 0;
+  TileCost cost;
+  int64_t whole_bytes = 0;      // what one stock call would need
+  bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
+  std::vector<int64_t> splits;  // empty: automatic; else one entry a dimension, each at least 1
+  int64_t limit = 0;            // bytes
+  int64_t preferred_bytes = 0;  // a tile much larger than this is slower (caches); 0: no preference
+};
+
+TilePlan make_plan(const PlanRequest& request);
+
+// The range of the cut grid that is partitioned along one dimension.
+Range cut_extent(const ConvDim& dim, CutGrid grid, bool cut_padding);
+
+// 67108864 -> "64 MiB".
+std::string format_bytes(int64_t bytes);
+
+}  // namespace patchconv

@@ -1,0 +1,71 @@
+#include "core/settings.h"
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+
+namespace patchconv {
+
+namespace {
+
+std::atomic<int64_t> g_workspace_limit{kDefaultWorkspaceLimit};
+std::atomic<Backend> g_backend{Backend::kAuto};
+
+std::mutex g_path_mutex;
+PathRecord g_last_path;
+bool g_logging = false;
+std::vector<PathRecord> g_path_log;
+
+}  // namespace
+
+int64_t workspace_limit() { return g_workspace_limit.load(std::memory_order_relaxed); }
+
+void set_workspace_limit(int64_t bytes) {
+  if (bytes < 1) {
+    throw std::invalid_argument("workspace_limit: expected at least 1 byte, got " + std::to_string(bytes));
+  }
+  g_workspace_limit.store(bytes, std::memory_order_relaxed);
+}
+
+Backend backend() { return g_backend.load(std::memory_order_relaxed); }
+
+std::string backend_name() { return backend() == Backend::kAuto ? "auto" : "aten"; }
+
+void set_backend(const std::string& name) {
+  if (name == "auto") {
+    g_backend = Backend::kAuto;
+  } else if (name == "aten") {
+    g_backend = Backend::kAten;
+  } else if (name == "native") {
+    throw std::invalid_argument(
+        "backend: 'native' is not served: this build has no convolution kernels of its own; "
+        "use 'auto' or 'aten'");
+  } else {
+    throw std::invalid_argument("backend: expected 'auto', 'aten' or 'native', got '" + name + "'");
+  }
+}
+
+void record_path(const PathRecord& record) {
+  const std::lock_guard<std::mutex> lock(g_path_mutex);
+  g_last_path = record;
+  if (g_logging) g_path_log.push_back(record);
+}
+
+PathRecord last_path() {
+  const std::lock_guard<std::mutex> lock(g_path_mutex);
+  return g_last_path;
+}
+
+void start_path_log() {
+  const std::lock_guard<std::mutex> lock(g_path_mutex);
+  g_logging = true;
+  g_path_log.clear();
+}
+
+std::vector<PathRecord> stop_path_log() {
+  const std::lock_guard<std::mutex> lock(g_path_mutex);
+  g_logging = false;
+  return std::move(g_path_log);
+}
+
+}  // namespace patchconv

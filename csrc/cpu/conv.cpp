@@ -1,0 +1,143 @@
+// The CPU's part of the convolutions: how much memory stock operators take, in which form tiles compute
+// fastest, and registration.
+//
+// oneDNN serves float32, best from channels_last: an NCHW input costs it a reordered copy of input and
+// output, so NCHW tensors are cut into strips that are turned to channels_last in the cache. float64, and
+// what else oneDNN does not serve, goes through a column buffer of C*R*S values an output pixel; half
+// precision that the processor cannot multiply is computed in float32. Accumulation is in float32, or float64
+// for float64.
+#include <ATen/native/ConvUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+
+#include "cpu/half_support.h"
+#include "cpu/tile_copy.h"
+#include "ops/conv_rooms.h"
+#include "tiled/conv.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+namespace {
+
+// Tiles beyond the last-level cache gain nothing; much smaller ones pay for more calls.
+constexpr int64_t kPreferredBytes = int64_t{16} << 20;
+
+int64_t volume(const std::vector<int64_t>& sizes) {
+  int64_t product = 1;
+  for (int64_t s : sizes) product *= s;
+  return product;
+}
+
+bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
+
+// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the
+// sizes.
+bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) {
+  const bool transposed = pass == ConvPass::kBig;
+  const auto spread = [&](const std::vector<int64_t>& sizes) { return at::empty({1}, dtype).expand(sizes); };
+  std::vector<c10::SymInt> stride, padding, dilation, output_padding;
+  for (const ConvDim& d : problem.dims) {
+    stride.emplace_back(d.stride);
+    padding.emplace_back(std::min(d.pad_before, d.pad_after));
+    dilation.emplace_back(d.dilation);
+    output_padding.emplace_back(0);
+  }
+  const auto backend = at::native::select_conv_backend(
+      spread(transposed ? problem.small_sizes(1) : problem.big_sizes(1)), spread(problem.weight_sizes()),
+      std::nullopt, stride, padding, dilation, transposed, output_padding, problem.groups, std::nullopt);
+  return backend == at::native::ConvBackend::Mkldnn || backend == at::native::ConvBackend::MkldnnTranspose;
+}
+
+class CpuEngine : public ConvEngine {
+ public:
+  int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                      at::MemoryFormat format) const override {
+    const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t big = volume(problem.big_sizes(problem.batch)) * element;
+    const int64_t small = volume(problem.small_sizes(problem.batch)) * element;
+    const int64_t columns =
+        small / problem.small_channels * (problem.big_channels / problem.groups) * problem.kernel_volume();
+    // Asking costs a microsecond or two: most calls are far too small for the answer to matter.
+    if (big + small + columns <= workspace_limit()) return big + small + columns;
+    if (!served_by_onednn(problem, pass, dtype)) return columns;
+    // oneDNN's weight gradient is several times faster from NCHW tiles, which are copies of a channels_last
+    // tensor.
+    if (channels_last(format) && pass != ConvPass::kWeight) return 0;
+    return big + small;
+  }
+
+  TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
+    TileStyle style;
+    // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
+    const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+    style.dtype = half && (pass == ConvPass::kWeight || !multiplies_half(dtype)) ? at::kFloat : dtype;
+    const bool onednn = served_by_onednn(problem, pass, style.dtype);
+    if (onednn && pass != ConvPass::kWeight) {
+      style.format =
+          problem.dims.size() == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    }
+    const auto element = static_cast<int64_t>(c10::elementSize(style.dtype));
+    style.cost.big_bytes = problem.big_channels * element;
+    style.cost.small_bytes = problem.small_channels * element;
+    if (!onednn) {
+      style.cost.small_bytes += problem.big_channels / problem.groups * problem.kernel_volume() * element;
+    } else if (pass == ConvPass::kWeight) {
+      // oneDNN reorders both tiles.
+      style.cost.big_bytes *= 2;
+      style.cost.small_bytes *= 2;
+    }
+    style.preferred_bytes = kPreferredBytes;
+    return style;
+  }
+
+  Tensor load(const Tensor& source, const Region& region, PaddingMode mode,
+              const TileStyle& style) const override {
+    if (backend() == Backend::kAten) return ConvEngine::load(source, region, mode, style);
+    Tensor tile = at::empty(region.sizes(source.size(1)),
+                            source.options().dtype(style.dtype).memory_format(style.format));
+    move_tile(TileMove::kLoad, source, region, mode, tile);
+    return tile;
+  }
+
+  void store(const Tensor& tile, const Region& region, const Tensor& target) const override {
+    if (backend() == Backend::kAten) return ConvEngine::store(tile, region, target);
+    move_tile(TileMove::kStore, target, region, PaddingMode::kZeros, tile);
+  }
+
+  void fold(const Tensor& tile, const Region& region, PaddingMode mode, const Tensor& target) const override {
+    if (backend() == Backend::kAten) return ConvEngine::fold(tile, region, mode, target);
+    move_tile(TileMove::kFold, target, region, mode, tile);
+  }
+};
+
+struct CpuRoom {
+  static const CpuEngine& engine() {
+    static const CpuEngine engine;
+    return engine;
+  }
+  static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
+    return conv_forward(engine(), spec, input, weight, bias);
+  }
+  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output,
+                            const std::optional<Tensor>& input, const std::optional<Tensor>& weight,
+                            c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
+                            std::array<bool, 3> output_mask) {
+    return conv_backward(engine(), spec, grad_output, input, weight, input_size, weight_size, output_mask);
+  }
+};
+
+TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
+  register_conv_forward<CpuRoom>(m);
+  register_conv_backward<CpuRoom>(m);
+}
+
+const RegisterEngine registered("cpu", CpuRoom::engine());
+
+}  // namespace
+
+}  // namespace patchconv

@@ -1,0 +1,106 @@
+// The CUDA part of the convolutions: row strips through cuDNN.
+//
+// cuDNN writes a channels_last strip straight into the result, which is the only full-size tensor; other
+// layouts take one strip of workspace. Work is queued on the current stream of the input's device; nothing
+// synchronises. Accumulation is cuDNN's: float32 for half precision and float32 (TF32 where torch allows it).
+#include <ATen/Context.h>
+#include <ATen/ops/cudnn_convolution.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "ops/conv_rooms.h"
+#include "tiled/conv.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+namespace {
+
+int64_t volume(const std::vector<int64_t>& sizes) {
+  int64_t product = 1;
+  for (int64_t s : sizes) product *= s;
+  return product;
+}
+
+// cuDNN's kernels index with 32 bits and are given larger problems in pieces or by slower ways.
+constexpr int64_t kMaxElements = (int64_t{1} << 31) - 1;
+
+class CudaEngine : public ConvEngine {
+ public:
+  int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                      at::MemoryFormat format) const override {
+    const auto element = static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t big = volume(problem.big_sizes(problem.batch));
+    const int64_t small = volume(problem.small_sizes(problem.batch));
+    if (big <= kMaxElements && small <= kMaxElements && problem.kernel_volume() == 1) return 0;
+    // cuDNN turns NCHW tensors to its own layout and back; channels_last ones it takes as they are.
+    const bool reordered =
+        format == at::MemoryFormat::Contiguous || big > kMaxElements || small > kMaxElements;
+    return reordered ? (big + small) * element : 0;
+  }
+
+  TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
+    TileStyle style;
+    const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
+    style.dtype = half && pass == ConvPass::kWeight ? at::kFloat : dtype;
+    if (dtype != at::kDouble) {
+      style.format =
+          problem.dims.size() == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+    }
+    const auto element = static_cast<int64_t>(c10::elementSize(style.dtype));
+    style.cost.big_bytes = problem.big_channels * element;
+    style.cost.small_bytes = problem.small_channels * element;
+    return style;
+  }
+
+  bool convolve_into(const Tensor& tile, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const ConvProblem& problem, at::IntArrayRef padding,
+                     const Tensor& target) const override {
+    const bool dense = tile.dim() == 4 && tile.scalar_type() == target.scalar_type() &&
+                       tile.is_contiguous(at::MemoryFormat::ChannelsLast) &&
+                       target.is_contiguous(at::MemoryFormat::ChannelsLast) &&
+                       target.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    if (!dense || tile.scalar_type() == at::kDouble || !at::globalContext().userEnabledCuDNN()) return false;
+    std::vector<int64_t> stride, dilation;
+    for (const ConvDim& d : problem.dims) {
+      stride.push_back(d.stride);
+      dilation.push_back(d.dilation);
+    }
+    const auto& context = at::globalContext();
+    Tensor out = target;
+    at::cudnn_convolution_out(
+        out, tile, weight, padding, stride, dilation, problem.groups, context.benchmarkCuDNN(),
+        context.deterministicCuDNN() || context.deterministicAlgorithms(), context.allowTF32CuDNN());
+    if (bias.has_value()) out.add_(bias->view({1, -1, 1, 1}));
+    return true;
+  }
+};
+
+struct CudaRoom {
+  static const CudaEngine& engine() {
+    static const CudaEngine engine;
+    return engine;
+  }
+  static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    return conv_forward(engine(), spec, input, weight, bias);
+  }
+  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
+                            const OptionalTensor& weight, c10::SymIntArrayRef input_size,
+                            c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask) {
+    const c10::cuda::CUDAGuard guard(grad_output.device());
+    return conv_backward(engine(), spec, grad_output, input, weight, input_size, weight_size, output_mask);
+  }
+};
+
+TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
+  register_conv_forward<CudaRoom>(m);
+  register_conv_backward<CudaRoom>(m);
+}
+
+const RegisterEngine registered("cuda", CudaRoom::engine());
+
+}  // namespace
+
+}  // namespace patchconv

@@ -1,0 +1,102 @@
+// Joins the operators' signatures (csrc/library.cpp) to the rooms that implement them.
+//
+// A room is a type with static functions in terms of ConvSpec:
+//     Tensor forward(const ConvSpec&, input, weight, bias)
+//     ConvGrads backward(const ConvSpec&, grad_output, input, weight, input_size, weight_size, output_mask)
+// register_conv_forward and register_conv_backward enter them for all six operators under one dispatch key,
+// and call_conv and call_conv_backward go the other way: from a spec through the dispatcher.
+#pragma once
+
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+
+#include "ops/conv_spec.h"
+
+namespace patchconv {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+template <typename Room, int kDims>
+struct ConvSignatures {
+  static ConvSpec conv_spec(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                            int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
+    return {kDims, /*transposed=*/false, stride, padding, {}, dilation, groups, padding_mode, splits};
+  }
+  static ConvSpec transposed_spec(at::IntArrayRef stride, at::IntArrayRef padding,
+                                  at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef dilation,
+                                  at::OptionalIntArrayRef splits) {
+    return {kDims, /*transposed=*/true, stride, padding, output_padding, dilation, groups, "zeros", splits};
+  }
+
+  static at::Tensor conv(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                         at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                         int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
+    return Room::forward(conv_spec(stride, padding, dilation, groups, padding_mode, splits), input, weight,
+                         bias);
+  }
+  static at::Tensor conv_transpose(const at::Tensor& input, const at::Tensor& weight,
+                                   const OptionalTensor& bias, at::IntArrayRef stride,
+                                   at::IntArrayRef padding, at::IntArrayRef output_padding, int64_t groups,
+                                   at::IntArrayRef dilation, at::OptionalIntArrayRef splits) {
+    return Room::forward(transposed_spec(stride, padding, output_padding, groups, dilation, splits), input,
+                         weight, bias);
+  }
+  static ConvGrads conv_backward(const at::Tensor& grad_output, const OptionalTensor& input,
+                                 const OptionalTensor& weight, c10::SymIntArrayRef input_size,
+                                 c10::SymIntArrayRef weight_size, at::IntArrayRef stride,
+                                 at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups,
+                                 std::string_view padding_mode, at::OptionalIntArrayRef splits,
+                                 std::array<bool, 3> output_mask) {
+    return Room::backward(conv_spec(stride, padding, dilation, groups, padding_mode, splits), grad_output,
+                          input, weight, input_size, weight_size, output_mask);
+  }
+  static ConvGrads conv_transpose_backward(const at::Tensor& grad_output, const OptionalTensor& input,
+                                           const OptionalTensor& weight, c10::SymIntArrayRef input_size,
+                                           c10::SymIntArrayRef weight_size, at::IntArrayRef stride,
+                                           at::IntArrayRef padding, at::IntArrayRef output_padding,
+                                           int64_t groups, at::IntArrayRef dilation,
+                                           at::OptionalIntArrayRef splits, std::array<bool, 3> output_mask) {
+    return Room::backward(transposed_spec(stride, padding, output_padding, groups, dilation, splits),
+                          grad_output, input, weight, input_size, weight_size, output_mask);
+  }
+};
+
+template <typename Room>
+void register_conv_forward(torch::Library& m) {
+  m.impl("conv1d", &ConvSignatures<Room, 1>::conv);
+  m.impl("conv2d", &ConvSignatures<Room, 2>::conv);
+  m.impl("conv3d", &ConvSignatures<Room, 3>::conv);
+  m.impl("conv_transpose1d", &ConvSignatures<Room, 1>::conv_transpose);
+  m.impl("conv_transpose2d", &ConvSignatures<Room, 2>::conv_transpose);
+  m.impl("conv_transpose3d", &ConvSignatures<Room, 3>::conv_transpose);
+}
+
+template <typename Room>
+void register_conv_backward(torch::Library& m) {
+  m.impl("conv1d_backward", &ConvSignatures<Room, 1>::conv_backward);
+  m.impl("conv2d_backward", &ConvSignatures<Room, 2>::conv_backward);
+  m.impl("conv3d_backward", &ConvSignatures<Room, 3>::conv_backward);
+  m.impl("conv_transpose1d_backward", &ConvSignatures<Room, 1>::conv_transpose_backward);
+  m.impl("conv_transpose2d_backward", &ConvSignatures<Room, 2>::conv_transpose_backward);
+  m.impl("conv_transpose3d_backward", &ConvSignatures<Room, 3>::conv_transpose_backward);
+}
+
+// Through the dispatcher, from the keys that are not excluded on this thread.
+at::Tensor call_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
+                     const OptionalTensor& bias);
+ConvGrads call_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output, const OptionalTensor& input,
+                             const OptionalTensor& weight, c10::SymIntArrayRef input_size,
+                             c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask);
+
+// The same result from stock operators alone: for what a C++ node cannot serve (torch.func, forward-mode AD).
+at::Tensor stock_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
+                      const OptionalTensor& bias);
+ConvGrads stock_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output,
+                              const OptionalTensor& input, const OptionalTensor& weight,
+                              c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
+                              std::array<bool, 3> output_mask);
+
+}  // namespace patchconv

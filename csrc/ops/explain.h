@@ -1,0 +1,37 @@
+// What a convolution would do, from sizes alone: the planner's answer without a tensor.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/plan.h"
+
+namespace patchconv {
+
+struct ConvQuestion {
+  std::vector<int64_t> input;  // batched or not
+  std::vector<int64_t> weight;
+  std::vector<int64_t> stride, padding, output_padding, dilation;
+  int64_t groups;
+  bool transposed;
+  std::string padding_mode;
+  std::optional<std::vector<int64_t>> splits;
+  std::string dtype;  // "float32", ...
+  bool channels_last;
+  std::string device;  // "cpu" or "cuda"
+  std::string pass;    // "fprop", "dgrad" or "wgrad"
+};
+
+struct ConvExplanation {
+  TilePlan plan;
+  std::vector<int64_t> tiles;  // per spatial dimension of the operator
+  std::vector<int64_t> output_size;
+  std::string reason;
+};
+
+// Raises what the operator would raise for these arguments.
+ConvExplanation explain_conv(const ConvQuestion& question);
+
+}  // namespace patchconv

@@ -1,0 +1,112 @@
+// Convolutions computed tile by tile through stock operators: the loop that CPU and CUDA share.
+//
+// Every operator and every gradient is one of three passes over the relation of core/geometry.h:
+//     small = conv(big, weight)        forward of a convolution, input gradient of a transposed one
+//     big = conv_transpose(small, weight)   the reverse
+//     weight = correlate(big, small)   weight gradient of both
+// so the six operators need three loops. Results are allocated once at full size; besides them a pass keeps
+// one tile of each grid at a time, of the size the plan allows. Accumulation is that of the stock operator
+// within a tile; weight gradients of several tiles are summed in float32 or float64.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/plan.h"
+#include "core/settings.h"
+#include "ops/conv_spec.h"
+
+namespace patchconv {
+
+// The three passes, by what they compute.
+enum class ConvPass { kSmall, kBig, kWeight };
+
+// A convolution with concrete sizes. 1-D operators are lifted to 2-D (height 1), so there are 2 or 3
+// dimensions.
+struct ConvProblem {
+  const char* op = "";      // the forward operator's name
+  bool transposed = false;  // the forward operator maps small to big
+  bool lifted = false;      // 1-D
+  int64_t batch = 0;
+  int64_t big_channels = 0;
+  int64_t small_channels = 0;
+  int64_t groups = 1;
+  PaddingMode mode = PaddingMode::kZeros;
+  std::vector<ConvDim> dims;
+  std::vector<int64_t> splits;  // empty: automatic
+
+  bool stock_serves() const;  // in one call without a padded copy: zero padding, the same before and after
+  std::vector<int64_t> big_sizes(int64_t batch_size) const;
+  std::vector<int64_t> small_sizes(int64_t batch_size) const;
+  std::vector<int64_t> weight_sizes() const;
+  int64_t kernel_volume() const;
+};
+
+// Sizes of a batched forward call's input and weight, already checked, to a problem.
+ConvProblem make_problem(const ConvParams& params, at::IntArrayRef input, at::IntArrayRef weight);
+
+// In which form a device wants the tiles of a pass, and what they cost.
+struct TileStyle {
+  at::ScalarType dtype = at::kFloat;
+  at::MemoryFormat format = at::MemoryFormat::Contiguous;
+  TileCost cost;
+  int64_t preferred_bytes = 0;
+};
+
+// A rectangle of a grid: images [batch.begin, batch.end) and one range a spatial dimension. Ranges of the big
+// grid may reach into its padding.
+struct Region {
+  Range batch;
+  std::vector<Range> ranges;
+
+  std::vector<int64_t> sizes(int64_t channels) const;
+};
+
+// What a device brings to the loop. The base class does everything with stock operators on any device.
+class ConvEngine {
+ public:
+  virtual ~ConvEngine() = default;
+
+  // Transient bytes of a single stock call for the whole problem. `format` is that of its tensors.
+  virtual int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                              at::MemoryFormat format) const = 0;
+  virtual TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const = 0;
+
+  // Copies a region of `source`, padding included, into a new tile.
+  virtual at::Tensor load(const at::Tensor& source, const Region& region, PaddingMode mode,
+                          const TileStyle& style) const;
+  // Writes a tile over a region that lies inside `target`.
+  virtual void store(const at::Tensor& tile, const Region& region, const at::Tensor& target) const;
+  // Adds a tile to `target`, each padding coordinate to the one it was taken from.
+  virtual void fold(const at::Tensor& tile, const Region& region, PaddingMode mode,
+                    const at::Tensor& target) const;
+  // Computes a forward tile straight into a view of the result; false where this is not possible.
+  virtual bool convolve_into(const at::Tensor& tile, const at::Tensor& weight,
+                             const std::optional<at::Tensor>& bias, const ConvProblem& problem,
+                             at::IntArrayRef padding, const at::Tensor& target) const;
+};
+
+// Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.
+const ConvEngine* find_engine(const std::string& device);
+struct RegisterEngine {
+  RegisterEngine(const char* device, const ConvEngine& engine);
+};
+
+// The plan that a pass over this problem would follow. `copied_bytes`: what a single stock call would spend
+// on dense copies of tensors that are not dense.
+TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                   at::MemoryFormat format, int64_t copied_bytes);
+
+// Whole operators: tensors as the dispatcher hands them over (unbatched, 1-D, any strides).
+at::Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& input,
+                        const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& grad_output,
+                        const std::optional<at::Tensor>& input, const std::optional<at::Tensor>& weight,
+                        c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
+                        std::array<bool, 3> output_mask);
+
+}  // namespace patchconv

@@ -1,0 +1,198 @@
+// Problems, plans, and the loads and stores of tiles made of stock operators, which serve any device.
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "tiled/conv.h"
+
+namespace patchconv {
+
+using at::Tensor;
+using c10::irange;
+
+bool ConvProblem::stock_serves() const {
+  // An output padding of a stride or more makes stock's convolution find more outputs than there were inputs.
+  return mode == PaddingMode::kZeros && std::all_of(dims.begin(), dims.end(), [](const ConvDim& d) {
+           return d.pad_before == d.pad_after && d.small == d.small_size();
+         });
+}
+
+std::vector<int64_t> ConvProblem::big_sizes(int64_t batch_size) const {
+  std::vector<int64_t> sizes{batch_size, big_channels};
+  for (const ConvDim& d : dims) sizes.push_back(d.big);
+  return sizes;
+}
+
+std::vector<int64_t> ConvProblem::small_sizes(int64_t batch_size) const {
+  std::vector<int64_t> sizes{batch_size, small_channels};
+  for (const ConvDim& d : dims) sizes.push_back(d.small);
+  return sizes;
+}
+
+std::vector<int64_t> ConvProblem::weight_sizes() const {
+  std::vector<int64_t> sizes{small_channels, big_channels / groups};
+  for (const ConvDim& d : dims) sizes.push_back(d.kernel);
+  return sizes;
+}
+
+int64_t ConvProblem::kernel_volume() const {
+  int64_t volume = 1;
+  for (const ConvDim& d : dims) volume *= d.kernel;
+  return volume;
+}
+
+ConvProblem make_problem(const ConvParams& params, at::IntArrayRef input, at::IntArrayRef weight) {
+  ConvProblem problem;
+  problem.op = params.op;
+  problem.transposed = params.transposed;
+  problem.lifted = params.dims == 1;
+  problem.batch = input[0];
+  problem.groups = params.groups;
+  problem.mode = params.mode;
+  problem.small_channels = weight[0];
+  problem.big_channels = weight[1] * params.groups;
+  problem.splits = params.splits;
+  if (problem.lifted) {
+    problem.dims.push_back({/*big=*/1, /*small=*/1});
+    if (!problem.splits.empty()) problem.splits.insert(problem.splits.begin(), 1);
+  }
+  for (const auto d : irange(params.dims)) {
+    ConvDim dim;
+    dim.kernel = weight[2 + d];
+    dim.stride = params.stride[d];
+    dim.dilation = params.dilation[d];
+    dim.pad_before = params.pad_before[d];
+    dim.pad_after = params.pad_after[d];
+    if (params.transposed) {
+      dim.small = input[2 + d];
+      dim.big = (dim.small - 1) * dim.stride - dim.pad_before - dim.pad_after + dim.reach() +
+                params.output_padding[d];
+    } else {
+      dim.big = input[2 + d];
+      dim.small = dim.small_size();
+    }
+    problem.dims.push_back(dim);
+  }
+  return problem;
+}
+
+std::vector<int64_t> Region::sizes(int64_t channels) const {
+  std::vector<int64_t> sizes{batch.size(), channels};
+  for (const Range& range : ranges) sizes.push_back(range.size());
+  return sizes;
+}
+
+Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode mode,
+                        const TileStyle& style) const {
+  Tensor tile = source.narrow(0, region.batch.begin, region.batch.size());
+  std::vector<int64_t> zeros;  // constant_pad_nd wants the last dimension first
+  for (const auto d : irange(region.ranges.size())) {
+    const Range range = region.ranges[d];
+    const int64_t size = source.size(2 + d);
+    const Range inside = intersect(range, {0, size});
+    int64_t before = 0;
+    int64_t after = 0;
+    if (inside.size() == range.size()) {
+      tile = tile.narrow(2 + d, range.begin, range.size());
+    } else if (mode == PaddingMode::kZeros) {
+      if (inside.empty()) return at::zeros(region.sizes(source.size(1)), source.options().dtype(style.dtype));
+      tile = tile.narrow(2 + d, inside.begin, inside.size());
+      before = inside.begin - range.begin;
+      after = range.end - inside.end;
+    } else {
+      const auto indices = source_indices(mode, range, size);
+      tile = tile.index_select(2 + d, at::tensor(indices, at::kLong).to(source.device()));
+    }
+    zeros.insert(zeros.begin(), {before, after});
+  }
+  if (std::any_of(zeros.begin(), zeros.end(), [](int64_t z) { return z != 0; })) {
+    tile = at::constant_pad_nd(tile, zeros);
+  }
+  return tile.to(tile.options().dtype(style.dtype), /*non_blocking=*/false, /*copy=*/false, style.format)
+      .contiguous(style.format);
+}
+
+namespace {
+
+Tensor view_of(const Tensor& target, const Region& region) {
+  Tensor view = target.narrow(0, region.batch.begin, region.batch.size());
+  for (const auto d : irange(region.ranges.size())) {
+    view = view.narrow(2 + d, region.ranges[d].begin, region.ranges[d].size());
+  }
+  return view;
+}
+
+}  // namespace
+
+void ConvEngine::store(const Tensor& tile, const Region& region, const Tensor& target) const {
+  view_of(target, region).copy_(tile);
+}
+
+void ConvEngine::fold(const Tensor& tile, const Region& region, PaddingMode mode,
+                      const Tensor& target) const {
+  // One dimension after another: the folded tile keeps its size in dimensions that lie inside the target.
+  Tensor folded = tile.to(target.scalar_type());
+  Region inside = region;
+  for (const auto d : irange(region.ranges.size())) {
+    const Range range = region.ranges[d];
+    const int64_t size = target.size(2 + d);
+    if (range.begin >= 0 && range.end <= size) continue;
+    const auto indices = source_indices(mode, range, size);
+    auto sizes = folded.sizes().vec();
+    sizes[2 + d] = size;
+    folded = at::zeros(sizes, folded.options())
+                 .index_add_(2 + d, at::tensor(indices, at::kLong).to(target.device()), folded);
+    inside.ranges[d] = {0, size};
+  }
+  view_of(target, inside).add_(folded);
+}
+
+bool ConvEngine::convolve_into(const Tensor&, const Tensor&, const std::optional<Tensor>&, const ConvProblem&,
+                               at::IntArrayRef, const Tensor&) const {
+  return false;
+}
+
+namespace {
+
+std::map<std::string, const ConvEngine*>& engines() {
+  static std::map<std::string, const ConvEngine*> map;
+  return map;
+}
+
+}  // namespace
+
+RegisterEngine::RegisterEngine(const char* device, const ConvEngine& engine) { engines()[device] = &engine; }
+
+const ConvEngine* find_engine(const std::string& device) {
+  const auto entry = engines().find(device);
+  return entry == engines().end() ? nullptr : entry->second;
+}
+
+TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                   at::MemoryFormat format, int64_t copied_bytes) {
+  PlanRequest request;
+  request.dims = problem.dims;
+  request.grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
+  // The gradient of a padded input is computed with its padding, which is then folded back.
+  request.cut_padding = problem.mode != PaddingMode::kZeros;
+  request.batch = problem.batch;
+  request.must_tile = !problem.stock_serves();
+  request.splits = problem.splits;
+  request.limit = workspace_limit();
+  request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format) + copied_bytes;
+  const bool asked =
+      std::any_of(request.splits.begin(), request.splits.end(), [](int64_t s) { return s > 1; });
+  if (request.must_tile || asked || request.whole_bytes > request.limit) {
+    const TileStyle style = engine.tile_style(problem, pass, dtype);
+    request.cost = style.cost;
+    request.preferred_bytes = style.preferred_bytes;
+  }
+  return make_plan(request);
+}
+
+}  // namespace patchconv

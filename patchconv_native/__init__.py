@@ -1,0 +1,54 @@
+"""Convolutional networks at sizes where stock PyTorch runs out of memory.
+
+    import patchconv_native as pc
+
+    model = pc.convert(model)                   # in place, reversible: same parameters, hooks, state_dict
+    y = pc.Conv2d(3, 64, 7, padding=3)(x)       # a torch.nn.Conv2d subclass
+    y = torch.ops.patchconv.conv2d(x, w, b)     # also inside TorchScript and C++
+
+Importing this package loads its operators (torch.ops.patchconv.*) and needs torch alone.
+"""
+
+from . import _library
+
+_library.load()
+
+from . import functional  # noqa: E402
+from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
+from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
+from .explain import Explanation, explain  # noqa: E402
+from .modules import (  # noqa: E402
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
+from .settings import backend, last_path, record_paths, workspace_limit  # noqa: E402
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "BuildMismatchError",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "ConvertReport",
+    "Explanation",
+    "NotBuiltError",
+    "backend",
+    "build_info",
+    "convert",
+    "convert_model",
+    "convert_report",
+    "explain",
+    "functional",
+    "last_path",
+    "record_paths",
+    "revert",
+    "workspace_limit",
+]

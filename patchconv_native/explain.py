@@ -1,0 +1,132 @@
+"""What a convolution would do for an input, without running it: path, tiles, halo, workspace and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _library
+from .convert import _stock_base
+from .functional import same_padding
+from .modules import Split, checked_splits
+
+_C = _library.load()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one pass of a convolution is computed. Bytes are the planner's estimates."""
+
+    operator: str
+    """"conv2d", ..."""
+    path: str
+    """"stock": one call of the stock operator; "tiled"."""
+    tiles: tuple[int, ...]
+    """Pieces a spatial dimension."""
+    batch_step: int
+    """Images a tile."""
+    halo_percent: float
+    """Coordinates that more than one tile reads, in percent of those read."""
+    workspace_bytes: int
+    """Transient memory of the path taken, besides the result."""
+    stock_workspace_bytes: int
+    """Transient memory that one stock call for the whole would need."""
+    input_size: tuple[int, ...]
+    output_size: tuple[int, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
+        if self.path == "stock":
+            return f"{name}\n  path       stock (one call)\n  workspace  {_mib(self.workspace_bytes)}\n  why        {self.reason}"
+        return "\n".join(
+            [
+                name,
+                f"  path       tiled: {' x '.join(map(str, self.tiles))} tiles an image, "
+                f"{self.batch_step} image{'s' if self.batch_step > 1 else ''} at a time",
+                f"  halo       {self.halo_percent:.2f} % read more than once",
+                f"  workspace  {_mib(self.workspace_bytes)} (one stock call: {_mib(self.stock_workspace_bytes)})",
+                f"  why        {self.reason}",
+            ]
+        )
+
+
+def _shape(size: Sequence[int]) -> str:
+    return "x".join(map(str, size))
+
+
+def _mib(value: int) -> str:
+    return f"{value / 2**20:.1f} MiB"
+
+
+def explain(
+    input: Tensor | Sequence[int],
+    conv: nn.Module,
+    splits: Any = "of the module",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    pass_: str = "fprop",
+) -> Explanation:
+    """The plan for `conv` on `input`, a tensor or a shape ((N, C, H, W) or (C, H, W) for Conv2d).
+
+    conv: any torch.nn.ConvNd or ConvTransposeNd, converted or not. splits: None, an int or a tuple in place of the
+    module's own. dtype and device: of the shape, by default the weight's. pass_: "fprop" (forward), "dgrad" (gradient
+    of the input) or "wgrad" (of the weight). Raises what the convolution itself would raise; nothing is computed.
+    """
+    stock = _stock_base(type(conv))
+    if stock is None:
+        raise TypeError(f"explain: expected conv to be a convolution module, got {type(conv).__name__}")
+    if pass_ not in ("fprop", "dgrad", "wgrad"):
+        raise ValueError(f"explain: expected pass_ to be 'fprop', 'dgrad' or 'wgrad', got {pass_!r}")
+    module: Any = conv
+    dims = len(module.kernel_size)
+    if isinstance(splits, str):
+        splits = module.splits if isinstance(module, Split) else None
+    if isinstance(input, Tensor):
+        size, dtype, device = tuple(input.shape), input.dtype, input.device
+        formats = [torch.channels_last] if dims == 2 else [torch.channels_last_3d] if dims == 3 else []
+        channels_last = any(
+            t.dim() == dims + 2 and t.is_contiguous(memory_format=f) and not t.is_contiguous()
+            for t in (input, module.weight)
+            for f in formats
+        )
+    else:
+        size, dtype, device = tuple(input), dtype or module.weight.dtype, device or module.weight.device
+        channels_last = False
+    transposed = module.transposed
+    padding = module.padding
+    if isinstance(padding, str):
+        padding = same_padding(module.kernel_size, module.dilation) if padding == "same" else [0]
+    plan = _C.plan(
+        input=list(size),
+        weight=list(module.weight.shape),
+        stride=list(module.stride),
+        padding=list(padding),
+        output_padding=list(module.output_padding),
+        dilation=list(module.dilation),
+        groups=module.groups,
+        transposed=transposed,
+        padding_mode=module.padding_mode,
+        splits=checked_splits("explain", dims, splits),
+        dtype=str(dtype).removeprefix("torch."),
+        channels_last=channels_last,
+        device=torch.device(device).type,
+        pass_=pass_,
+    )
+    return Explanation(
+        operator=f"conv{'_transpose' if transposed else ''}{dims}d",
+        path=plan["path"],
+        tiles=tuple(plan["tiles"]),
+        batch_step=plan["batch_step"],
+        halo_percent=plan["halo_percent"],
+        workspace_bytes=plan["workspace_bytes"],
+        stock_workspace_bytes=plan["stock_workspace_bytes"],
+        input_size=size,
+        output_size=tuple(plan["output_size"]),
+        reason=plan["reason"],
+    )

@@ -1,0 +1,257 @@
+"""The convolution modules: torch.nn's classes with the same constructors, attributes and state_dict, plus `splits`.
+
+Each class overrides only the call of the operator. `splits` is an int, a tuple with one entry a spatial dimension, or
+None for automatic (see patchconv_native.functional); it is an ordinary attribute that may be changed at any time.
+"""
+
+# No postponed annotations here: TorchScript reads the real types.
+from typing import Any, List, Optional, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from . import functional
+
+Splits = Union[int, Tuple[int, ...], None]
+
+
+def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
+    """`splits` as the operators take it, or ValueError / TypeError naming the owner."""
+    if splits is None:
+        return None
+    entries = [splits] if isinstance(splits, int) else splits
+    if not isinstance(entries, (list, tuple)) or any(isinstance(s, bool) or not isinstance(s, int) for s in entries):
+        raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {splits!r}")
+    if len(entries) not in (1, dims) or any(s < 1 for s in entries):
+        expected = "1 entry" if dims == 1 else f"1 or {dims} entries"
+        raise ValueError(f"{owner}: expected splits to have {expected}, each at least 1, got {splits!r}")
+    return list(entries)
+
+
+class Split(nn.Module):
+    """The one attribute that these modules add to torch's."""
+
+    __jit_unused_properties__ = ["splits"]
+    _dims: int
+
+    @property
+    def splits(self) -> Splits:
+        entries = self._splits
+        if entries is None:
+            return None
+        return entries[0] if len(entries) == 1 else tuple(entries)
+
+    @splits.setter
+    def splits(self, value: Any) -> None:
+        # Kept as a list, so that TorchScript sees one type.
+        self._splits = checked_splits(type(self).__name__, self._dims, value)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text if self._splits is None else f"{text}, splits={self.splits}"
+
+
+class Conv1d(Split, nn.Conv1d):
+    """torch.nn.Conv1d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.Conv1d, and `splits`. Input (N, C, L) or (C, L); output and errors as
+    `patchconv_native.functional.conv1d`.
+    """
+
+    _dims = 1
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("Conv1d", 1, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        if isinstance(self.padding, str):
+            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            last = self._reversed_padding_repeated_twice
+            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
+        else:
+            pads = self.padding
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv1d(
+                input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                padding_mode=self.padding_mode, splits=self._splits,
+            )  # fmt: skip
+        return functional.conv(
+            1, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
+        )
+
+
+class Conv2d(Split, nn.Conv2d):
+    """torch.nn.Conv2d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.Conv2d, and `splits`. Input (N, C, H, W) or (C, H, W); output and errors as
+    `patchconv_native.functional.conv2d`.
+    """
+
+    _dims = 2
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("Conv2d", 2, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        if isinstance(self.padding, str):
+            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            last = self._reversed_padding_repeated_twice
+            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
+        else:
+            pads = self.padding
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv2d(
+                input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                padding_mode=self.padding_mode, splits=self._splits,
+            )  # fmt: skip
+        return functional.conv(
+            2, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
+        )
+
+
+class Conv3d(Split, nn.Conv3d):
+    """torch.nn.Conv3d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.Conv3d, and `splits`. Input (N, C, D, H, W) or (C, D, H, W); output and errors as
+    `patchconv_native.functional.conv3d`.
+    """
+
+    _dims = 3
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("Conv3d", 3, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        if isinstance(self.padding, str):
+            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            last = self._reversed_padding_repeated_twice
+            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
+        else:
+            pads = self.padding
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv3d(
+                input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                padding_mode=self.padding_mode, splits=self._splits,
+            )  # fmt: skip
+        return functional.conv(
+            3, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
+        )
+
+
+class ConvTranspose1d(Split, nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.ConvTranspose1d, and `splits`. Input (N, C, L) or (C, L); output and errors as
+    `patchconv_native.functional.conv_transpose1d`.
+    """
+
+    _dims = 1
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("ConvTranspose1d", 1, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
+        if self.padding_mode != "zeros":
+            raise ValueError("ConvTranspose1d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
+        assert isinstance(self.padding, tuple)
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation
+        )
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv_transpose1d(
+                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+                splits=self._splits,
+            )  # fmt: skip
+        return functional.conv_transpose(
+            1, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+            self._splits,
+        )  # fmt: skip
+
+
+class ConvTranspose2d(Split, nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.ConvTranspose2d, and `splits`. Input (N, C, H, W) or (C, H, W); output and errors as
+    `patchconv_native.functional.conv_transpose2d`.
+    """
+
+    _dims = 2
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("ConvTranspose2d", 2, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
+        if self.padding_mode != "zeros":
+            raise ValueError("ConvTranspose2d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
+        assert isinstance(self.padding, tuple)
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
+        )
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv_transpose2d(
+                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+                splits=self._splits,
+            )  # fmt: skip
+        return functional.conv_transpose(
+            2, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+            self._splits,
+        )  # fmt: skip
+
+
+class ConvTranspose3d(Split, nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d, computed in tiles where one call would need more memory than `workspace_limit()`.
+
+    Args: those of torch.nn.ConvTranspose3d, and `splits`. Input (N, C, D, H, W) or (C, D, H, W); output and errors as
+    `patchconv_native.functional.conv_transpose3d`.
+    """
+
+    _dims = 3
+    _splits: Optional[List[int]]
+
+    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits("ConvTranspose3d", 3, splits)
+        super().__init__(*args, **kwargs)
+        self._splits = entries
+
+    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
+        if self.padding_mode != "zeros":
+            raise ValueError("ConvTranspose3d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
+        assert isinstance(self.padding, tuple)
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation
+        )
+        if torch.jit.is_scripting():
+            return torch.ops.patchconv.conv_transpose3d(
+                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+                splits=self._splits,
+            )  # fmt: skip
+        return functional.conv_transpose(
+            3, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
+            self._splits,
+        )  # fmt: skip
+
+
+# Stock class -> the class of this package.
+CONVERTED = {
+    nn.Conv1d: Conv1d,
+    nn.Conv2d: Conv2d,
+    nn.Conv3d: Conv3d,
+    nn.ConvTranspose1d: ConvTranspose1d,
+    nn.ConvTranspose2d: ConvTranspose2d,
+    nn.ConvTranspose3d: ConvTranspose3d,
+}

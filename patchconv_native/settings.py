@@ -1,0 +1,92 @@
+"""Process-wide settings, and the record of which path calls took.
+
+The values live in the library: Python, TorchScript and C++ programs see the same ones, on every thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from . import _library
+
+_C = _library.load()
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_bytes(value: int | str, what: str) -> int:
+    """A number of bytes: an int, or text such as "64MiB", "1.5 GiB" or "500MB"."""
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{what}: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got {value!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class _Restore(AbstractContextManager[Any]):
+    """What a setter returns: in a `with` statement it brings the earlier value back at the end."""
+
+    def __init__(self, value: Any, earlier: Any, setter: Callable[[Any], None]) -> None:
+        self._value, self._earlier, self._setter = value, earlier, setter
+
+    def __enter__(self) -> Any:
+        return self._value
+
+    def __exit__(self, *exception: object) -> None:
+        self._setter(self._earlier)
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+
+def workspace_limit(limit: int | str | None = None) -> Any:
+    """The transient memory, in bytes, that automatic splits allow one convolution besides its result.
+
+    Without an argument returns it. With one (an int or text such as "64MiB"; at least 1) sets it for the process;
+    `with workspace_limit("8MiB"):` sets it for the block. A call that does not fit one tile of one row and one column
+    into the limit is computed all the same.
+    """
+    if limit is None:
+        return _C.workspace_limit()
+    earlier = _C.workspace_limit()
+    value = parse_bytes(limit, "workspace_limit")
+    _C.set_workspace_limit(value)
+    return _Restore(value, earlier, _C.set_workspace_limit)
+
+
+def backend(name: str | None = None) -> Any:
+    """Which code cuts and computes tiles. Without an argument returns it, with one sets it; also for a block by `with`.
+
+    "auto": whatever is fastest of what is exact. "aten": tiles are cut, computed and put together by stock operators
+    alone. "native" (the project's own convolution kernels) raises ValueError: this version has none.
+    """
+    if name is None:
+        return _C.backend()
+    earlier = _C.backend()
+    _C.set_backend(name)
+    return _Restore(name, earlier, _C.set_backend)
+
+
+def last_path() -> dict[str, Any]:
+    """What the last convolution pass of this process did.
+
+    Keys: op ("conv2d"), pass ("fprop", "dgrad", "wgrad"), path ("stock": one call of the stock operator, or "tiled"),
+    tiles (pieces a spatial dimension), batch_step (images a tile), count (tiles computed), views (of them, tiles
+    whose input was read in place).
+    """
+    return _C.last_path()
+
+
+@contextmanager
+def record_paths() -> Iterator[list[dict[str, Any]]]:
+    """Collects one record like last_path()'s for every pass inside the block, in order; filled when the block ends."""
+    records: list[dict[str, Any]] = []
+    _C.start_path_log()
+    try:
+        yield records
+    finally:
+        records += _C.stop_path_log()

@@ -1,0 +1,270 @@
+"""Builds patchconv_native._C from the sources that csrc/sources.txt names.
+
+Whether CUDA is part of the build is decided here, once, from what the build needs (a CUDA build of torch
+and a usable toolkit), never from whether a GPU happens to be present; `PATCHCONV_CUDA=auto|0|1` overrides.
+What was decided and why is printed in one line. What was built is written to _build_info.json, which the
+package reads before it loads the library. A build serves one torch minor release and one CUDA major, so the
+wheel's version says which (0.1.0+pt214cu130) and its metadata pins it.
+
+Environment: PATCHCONV_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CC, CXX. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from setuptools import setup
+from setuptools.command.build import build
+
+try:
+    import torch
+except ModuleNotFoundError:
+    raise SystemExit(
+        "patchconv_native: building needs torch, which is not installed here. Either let pip provide it:\n"
+        "  pip install .\n"
+        "or install the torch you want and build for that one:\n"
+        "  pip install torch setuptools wheel ninja && pip install --no-build-isolation ."
+    ) from None
+
+ROOT = Path(__file__).resolve().parent
+NAME = "patchconv_native"
+VERSION = "0.1.0"  # CMakeLists.txt reads this line
+# A source distribution is for every torch, so neither its version nor its requirements name one.
+SDIST = "sdist" in sys.argv
+
+
+# --------------------------------------------------------------------------------------------------------
+# The decision: CUDA or not
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    home: Path
+    version: tuple[int, int]
+    found: str  # how it was found, for the one-line statement
+
+
+@dataclass(frozen=True)
+class Decision:
+    toolkit: Toolkit | None  # None: a CPU-only build
+    reason: str
+
+
+def nvidia_packages() -> list[Path]:
+    """Folders of the nvidia-* packages that come with torch's CUDA builds: site-packages/nvidia/cu13, ..."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    folders = [folder for root in roots if os.path.isdir(root) for folder in sorted(Path(root).iterdir())]
+    # The folder that holds the whole CUDA release goes first: it is the one that can serve as a toolkit.
+    return sorted((f for f in folders if f.is_dir()), key=lambda f: not re.fullmatch(r"cu\d+", f.name))
+
+
+def toolkit_version(home: Path) -> tuple[int, int] | None:
+    header = home / "include" / "cuda_runtime_api.h"
+    if not header.is_file():
+        return None
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"))
+    return (int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
+
+
+def candidate_homes() -> list[tuple[str, Path]]:
+    """Where a toolkit may be, best first. Links are resolved: nvcc on PATH is often a link or a wrapper."""
+    candidates = []
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            candidates.append((variable, Path(os.environ[variable])))
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        candidates.append(("the folder of nvcc", Path(nvcc).resolve().parent.parent))
+    candidates.append(("/usr/local/cuda", Path("/usr/local/cuda")))
+    candidates += [("pip's nvidia packages", f) for f in nvidia_packages() if re.fullmatch(r"cu\d+", f.name)]
+    return [(found, home.resolve()) for found, home in candidates]
+
+
+def find_toolkit(major: int) -> tuple[Toolkit | None, list[str]]:
+    """The first usable toolkit of that CUDA major, and for every other candidate what it lacks."""
+    rejected = []
+    for found, home in candidate_homes():
+        version = toolkit_version(home)
+        if not (home / "include" / "cuda_runtime.h").is_file() or version is None:
+            rejected.append(f"{home} ({found}) holds no include/cuda_runtime.h")
+        elif not (home / "bin" / "nvcc").is_file():
+            rejected.append(f"{home} ({found}) holds no bin/nvcc")
+        elif version[0] != major:
+            rejected.append(f"{home} ({found}) is CUDA {version[0]}.{version[1]}")
+        elif cudart_library(home, major) is None:
+            rejected.append(f"{home} ({found}) comes without libcudart.so.{major}")
+        else:
+            return Toolkit(home, version, found), rejected
+    return None, list(dict.fromkeys(rejected))
+
+
+def cudart_library(home: Path, major: int) -> Path | None:
+    """The CUDA runtime to link with. pip's packages carry it without the development link (libcudart.so)."""
+    folders = [home / "lib64", home / "lib"] + [folder / "lib" for folder in nvidia_packages()]
+    names = ("libcudart.so", f"libcudart.so.{major}")
+    return next((folder / name for folder in folders for name in names if (folder / name).exists()), None)
+
+
+def decide() -> Decision:
+    choice = os.environ.get("PATCHCONV_CUDA", "") or "auto"
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"{NAME}: expected PATCHCONV_CUDA to be auto, 0 or 1, got {choice!r}")
+    if choice == "0":
+        return Decision(None, "PATCHCONV_CUDA=0")
+    if torch.version.cuda is None:
+        if choice == "1":
+            raise SystemExit(
+                f"{NAME}: PATCHCONV_CUDA=1, but torch {torch.__version__} is not a CUDA build. Install one, "
+                "with the command that https://pytorch.org/get-started/locally names for your CUDA version"
+            )
+        return Decision(None, f"torch {torch.__version__} is not a CUDA build")
+    major = int(torch.version.cuda.split(".")[0])
+    toolkit, rejected = find_toolkit(major)
+    if toolkit is None:
+        why = f"no usable CUDA {major} toolkit for torch {torch.__version__}: " + "; ".join(rejected)
+        if choice == "1":
+            raise SystemExit(
+                f"{NAME}: PATCHCONV_CUDA=1, but there is {why}.\n"
+                f"Install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME to its folder "
+                f"(https://developer.nvidia.com/cuda-downloads), or run\n  {pip_toolkit_command()}"
+            )
+        return Decision(None, why)
+    home = f"toolkit {toolkit.version[0]}.{toolkit.version[1]} at {toolkit.home} ({toolkit.found})"
+    return Decision(toolkit, f"PATCHCONV_CUDA={choice}, torch {torch.__version__}, {home}")
+
+
+def pip_toolkit_command() -> str:
+    """The packages that make the folder of torch's nvidia packages a whole toolkit."""
+    parts = ("cuda-nvcc", "cuda-crt", "cuda-cccl", "nvvm")
+    return "pip install " + " ".join(f"'nvidia-{part}=={torch.version.cuda}.*'" for part in parts)
+
+
+def default_archs(toolkit: Toolkit) -> str:
+    """Ampere, Hopper and consumer Blackwell, with PTX of the newest so that later GPUs can run it as well."""
+    return "8.0;9.0a;12.0+PTX" if toolkit.version >= (12, 8) else "8.0;9.0a;9.0+PTX"
+
+
+# --------------------------------------------------------------------------------------------------------
+# The extension
+
+
+def read_sources(cuda: bool) -> list[str]:
+    """csrc/sources.txt without comments; what lies under csrc/cuda/ is part of CUDA builds only."""
+    lines = (ROOT / "csrc" / "sources.txt").read_text().splitlines()
+    sources = [line.split("#")[0].strip() for line in lines]
+    return [source for source in sources if source and (cuda or not source.startswith("csrc/cuda/"))]
+
+
+torch_release = ".".join(torch.__version__.split(".")[:2])
+if tuple(int(part) for part in torch_release.split(".")) < (2, 11):
+    raise SystemExit(f"{NAME}: expected torch 2.11 or later, got {torch.__version__}")
+decision = decide()
+toolkit = decision.toolkit
+cuda_version = torch.version.cuda if toolkit else None
+build_tag = "".join(["pt", torch_release, f"cu{cuda_version}" if cuda_version else "cpu"]).replace(".", "")
+full_version = VERSION if SDIST else f"{VERSION}+{build_tag}"
+
+# ninja installed by pip is found even where the environment's commands are not on PATH.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+if toolkit:
+    # torch's helper reads both when it is imported. Left alone it takes the folder of a wrapper script for a
+    # toolkit, and raises an IndexError for an empty list of architectures on a machine without a GPU.
+    os.environ["CUDA_HOME"] = str(toolkit.home)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_archs(toolkit)
+
+from torch.utils import cpp_extension  # noqa: E402
+
+
+def extension() -> Any:
+    host = ["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-g0"]
+    options: dict[str, Any] = {
+        "name": f"{NAME}._C",
+        "sources": read_sources(cuda=toolkit is not None or SDIST),
+        # Headers are no sources, but a source distribution must carry them.
+        "depends": [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.is_file()],
+        "include_dirs": [str(ROOT / "csrc"), str(ROOT / "csrc" / "ops")],
+        "define_macros": [("PATCHCONV_VERSION", f'"{full_version}"')],
+        "extra_link_args": ["-fopenmp"],
+        "language": "c++",
+    }
+    if toolkit is None:
+        return cpp_extension.CppExtension(**options, extra_compile_args={"cxx": host})
+    # Behind every other folder, so that they fill the gaps of a partial toolkit (cusparse.h, ...)
+    # while their headers, which can be of another minor release, never shadow the toolkit's own.
+    behind = [str(folder / "include") for folder in nvidia_packages() if (folder / "include").is_dir()]
+    nvcc = ["-O3", "-std=c++20", "-Xcompiler", "-fvisibility=hidden"]
+    for folder in behind:
+        host += ["-idirafter", folder]
+        nvcc += ["-Xcompiler", f"-idirafter,{folder}"]
+    built = cpp_extension.CUDAExtension(**options, extra_compile_args={"cxx": host, "nvcc": nvcc})
+    cudart = cudart_library(toolkit.home, toolkit.version[0])
+    assert cudart is not None  # find_toolkit() rejects a toolkit without it
+    built.libraries = [library for library in built.libraries if library != "cudart"]
+    built.extra_link_args.append(str(cudart))
+    return built
+
+
+def compiler_name() -> str:
+    command = os.environ.get("CXX", "c++").split()
+    try:
+        run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        return run.stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return " ".join(command)
+
+
+class Build(build):
+    """Wheels start from an empty folder: a module deleted since the last build must not be packed again."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """torch's, with an object folder for each torch, toolkit and Python, and the facts beside the result."""
+
+    build_temp: str
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # always link: what lies in the tree can be of another torch; ninja spares the compiling
+        key = "\n".join([str(Path(torch.__file__)), sys.executable, str(toolkit.home if toolkit else None)])
+        self.build_temp += f"-{build_tag}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+    def run(self) -> None:
+        kind = f"CUDA build for {os.environ['TORCH_CUDA_ARCH_LIST']}" if toolkit else "CPU-only build"
+        print(f"{NAME} {full_version}: {kind} ({decision.reason})", flush=True)
+        super().run()
+        facts = {
+            "version": full_version,
+            "torch": torch.__version__.split("+")[0],
+            "cuda": cuda_version,
+            "archs": os.environ["TORCH_CUDA_ARCH_LIST"] if toolkit else None,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            "compiler": compiler_name(),
+        }
+        folder = ROOT / NAME if self.inplace else Path(self.build_lib) / NAME
+        (folder / "_build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    setup(
+        version=full_version,
+        install_requires=["torch>=2.11"] if SDIST else [f"torch=={torch_release}.*"],
+        ext_modules=[extension()],
+        cmdclass={"build": Build, "build_ext": BuildExtension},
+    )
