@@ -241,7 +241,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.force = True  # always link: what lies in the tree can be of another torch; ninja spares the compiling
+        self.force = True  # always link, since what lies in the tree can be of another torch
         key = "\n".join([str(Path(torch.__file__)), sys.executable, str(toolkit.home if toolkit else None)])
         self.build_temp += f"-{build_tag}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 

@@ -2,7 +2,8 @@
 
 A command is a module with a docstring, `add_arguments(parser)` and `run(arguments) -> exit code`; one line in
 COMMANDS makes it known. Modules are imported for their help text, so they import nothing but torch's package
-and the standard library until they run. Exit codes: 0 done, 1 failed while working, 2 asked for something impossible.
+and the standard library until they run. Exit codes: 0 done, 1 failed while working, 2 asked for something
+impossible.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. Mistakes in the words themselves exit with code 2 (argparse)."""
+    """Runs one command and returns its exit code; mistakes in the words themselves exit with code 2."""
     arguments = parser().parse_args(words)
     try:
         return int(arguments.run(arguments))

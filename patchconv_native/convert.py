@@ -51,6 +51,8 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
         hasattr(stock, "_conv_forward") and cls._conv_forward is not stock._conv_forward
     ):
         return f"{cls.__name__} computes its forward itself"
+    if "forward" in vars(module) or "_conv_forward" in vars(module):
+        return f"this {cls.__name__} was given a forward of its own"
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
         return f"dtype {weight.dtype} is not served"
@@ -147,15 +149,16 @@ def convert(model: Model, splits: Splits = None) -> Model:
     error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
     """
     changes: list[tuple[nn.Module, type, list[int] | None]] = []
-    for _, module in _named(model):
+    for name, module in _named(model):
+        owner = f"convert, module {name!r}" if name else "convert"
         if isinstance(module, Split):
-            changes.append((module, type(module), checked_splits("convert", module._dims, splits)))
+            changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
             continue
         stock = _stock_base(type(module))
         if stock is None or isinstance(module, torch.jit.ScriptModule) or _reason_to_leave(module, stock):
             continue
         dims: int = CONVERTED[stock]._dims
-        entries = checked_splits("convert", dims, splits)
+        entries = checked_splits(owner, dims, splits)
         changes.append((module, _converted_class(module, stock), entries))
     for module, cls, entries in changes:
         module.__class__ = cls

@@ -5,7 +5,8 @@ None for automatic (see patchconv_native.functional); it is an ordinary attribut
 """
 
 # No postponed annotations here: TorchScript reads the real types.
-from typing import Any, List, Optional, Tuple, Union
+import inspect
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,22 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     return list(entries)
 
 
+def _signature(stock: type, init: Callable[..., None]) -> inspect.Signature:
+    """The stock constructor's parameters and keyword-only `splits`, for help() and introspection."""
+    parameters = list(inspect.signature(stock.__init__).parameters.values())  # type: ignore[misc]
+    return inspect.Signature([*parameters, inspect.signature(init).parameters["splits"]])
+
+
 class Split(nn.Module):
     """The one attribute that these modules add to torch's."""
 
     __jit_unused_properties__ = ["splits"]
     _dims: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and cls.__bases__[0] is Split:
+            cls.__init__.__signature__ = _signature(cls.__bases__[1], cls.__init__)  # type: ignore[attr-defined]
 
     @property
     def splits(self) -> Splits:

@@ -19,9 +19,9 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 def parse_bytes(value: int | str, what: str) -> int:
     """A number of bytes: an int, or text such as "64MiB", "1.5 GiB" or "500MB"."""
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{what}: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got {value!r}")
     return int(float(match[1]) * _UNITS[match[2].lower()])
@@ -66,6 +66,8 @@ def backend(name: str | None = None) -> Any:
     """
     if name is None:
         return _C.backend()
+    if not isinstance(name, str):
+        raise ValueError(f"backend: expected 'auto', 'aten' or 'native', got {name!r}")
     earlier = _C.backend()
     _C.set_backend(name)
     return _Restore(name, earlier, _C.set_backend)

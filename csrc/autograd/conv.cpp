@@ -31,48 +31,56 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// A ConvSpec that outlives its call, kept in the node's saved data.
+// A ConvSpec that outlives its call. All its numbers travel as one list: a map entry each costs more than a small
+// convolution. `flags` are the caller's.
 struct OwnedSpec {
-  static void save(AutogradContext* ctx, const ConvSpec& spec) {
-    auto& data = ctx->saved_data;
-    data["stride"] = spec.stride;
-    data["padding"] = spec.padding;
-    data["output_padding"] = spec.output_padding;
-    data["dilation"] = spec.dilation;
-    data["groups"] = spec.groups;
-    data["mode"] = std::string(spec.padding_mode);
-    if (spec.splits.has_value()) data["splits"] = at::IntArrayRef(*spec.splits);
-    data["kind"] = static_cast<int64_t>(spec.dims * 2 + spec.transposed);
-  }
-  explicit OwnedSpec(AutogradContext* ctx)
-      : stride(ctx->saved_data["stride"].toIntVector()),
-        padding(ctx->saved_data["padding"].toIntVector()),
-        output_padding(ctx->saved_data["output_padding"].toIntVector()),
-        dilation(ctx->saved_data["dilation"].toIntVector()),
-        mode(ctx->saved_data["mode"].toStringRef()) {
-    const auto splits_entry = ctx->saved_data.find("splits");
-    const int64_t kind = ctx->saved_data["kind"].toInt();
-    spec = {static_cast<int>(kind / 2),        kind % 2 == 1, stride,      padding, output_padding, dilation,
-            ctx->saved_data["groups"].toInt(), mode,          std::nullopt};
-    if (splits_entry != ctx->saved_data.end()) {
-      splits = splits_entry->second.toIntVector();
-      spec.splits = at::IntArrayRef(splits);
+  static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
+    PaddingMode mode = PaddingMode::kZeros;
+    parse_padding_mode(spec.padding_mode, &mode);  // the forward call has checked it
+    std::vector<int64_t> numbers{spec.dims, spec.transposed, spec.groups, static_cast<int64_t>(mode), flags,
+                                 spec.splits.has_value()};
+    numbers.reserve(32);
+    for (const at::IntArrayRef list : {spec.stride, spec.padding, spec.output_padding, spec.dilation,
+                                       spec.splits.has_value() ? at::IntArrayRef(*spec.splits) : at::IntArrayRef()}) {
+      numbers.push_back(static_cast<int64_t>(list.size()));
+      numbers.insert(numbers.end(), list.begin(), list.end());
     }
+    ctx->saved_data["spec"] = std::move(numbers);
+  }
+  explicit OwnedSpec(AutogradContext* ctx) : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
+    size_t next = 6;
+    auto list = [&] {
+      const auto size = static_cast<size_t>(numbers[next]);
+      const at::IntArrayRef values(numbers.data() + next + 1, size);
+      next += 1 + size;
+      return values;
+    };
+    spec.dims = static_cast<int>(numbers[0]);
+    spec.transposed = numbers[1] != 0;
+    spec.groups = numbers[2];
+    spec.padding_mode = padding_mode_name(static_cast<PaddingMode>(numbers[3]));
+    spec.stride = list();
+    spec.padding = list();
+    spec.output_padding = list();
+    spec.dilation = list();
+    const at::IntArrayRef splits = list();
+    if (numbers[5] != 0) spec.splits = splits;
   }
   OwnedSpec(const OwnedSpec&) = delete;
   OwnedSpec& operator=(const OwnedSpec&) = delete;
 
-  std::vector<int64_t> stride, padding, output_padding, dilation, splits;
-  std::string mode;
+  std::vector<int64_t> numbers;
+  int64_t flags;
   ConvSpec spec;
 };
 
-std::vector<c10::SymInt> saved_sizes(AutogradContext* ctx, const char* key) {
-  return ctx->saved_data[key].toSymIntVector();
+// Sizes of a tensor that may not have been saved: those of the saved one, else those noted in its place.
+void save_sizes(AutogradContext* ctx, const char* key, bool tensor_saved, c10::SymIntArrayRef sizes) {
+  if (!tensor_saved) ctx->saved_data[key] = sizes;
 }
 
-void save_sizes(AutogradContext* ctx, const char* key, c10::SymIntArrayRef sizes) {
-  ctx->saved_data[key] = sizes;
+std::vector<c10::SymInt> saved_sizes(AutogradContext* ctx, const char* key, const Tensor& saved) {
+  return saved.defined() ? saved.sym_sizes().vec() : ctx->saved_data[key].toSymIntVector();
 }
 
 // Which of the first three inputs the engine wants a gradient for. Inputs that are not given have no edge.
@@ -98,12 +106,12 @@ variable_list spread(const variable_list& present, const std::array<bool, 3>& ma
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const ConvSpec& spec) {
-    ctx->save_for_backward(
-        {weight.requires_grad() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
-    save_sizes(ctx, "input_size", input.sym_sizes());
-    save_sizes(ctx, "weight_size", weight.sym_sizes());
-    ctx->saved_data["bias"] = bias.has_value() && bias->defined();
-    OwnedSpec::save(ctx, spec);
+    const bool save_input = weight.requires_grad();
+    const bool save_weight = input.requires_grad();
+    ctx->save_for_backward({save_input ? input : Tensor(), save_weight ? weight : Tensor()});
+    save_sizes(ctx, "input_size", save_input, input.sym_sizes());
+    save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
+    OwnedSpec::save(ctx, spec, /*flags: a bias was given*/ bias.has_value() && bias->defined());
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
   }
@@ -113,13 +121,21 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     if (!grads[0].defined()) return result;
     const OwnedSpec owned(ctx);
     const auto saved = ctx->get_saved_variables();
-    const auto mask = wanted(ctx, {true, true, ctx->saved_data["bias"].toBool()});
+    const auto mask = wanted(ctx, {true, true, owned.flags != 0});
     std::tie(result[0], result[1], result[2]) =
         call_conv_backward(owned.spec, grads[0], optional(saved[0]), optional(saved[1]),
-                           saved_sizes(ctx, "input_size"), saved_sizes(ctx, "weight_size"), mask);
+                           saved_sizes(ctx, "input_size", saved[0]),
+ saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }
 };
+
+// Of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and 4).
+int64_t flags(const std::array<bool, 3>& mask, const OptionalTensor& input, const OptionalTensor& weight) {
+  const bool has_input = input.has_value() && input->defined();
+  const bool has_weight = weight.has_value() && weight->defined();
+  return mask[0] | mask[1] << 1 | mask[2] << 2 | has_input << 3 | has_weight << 4;
+}
 
 struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
   static variable_list forward(AutogradContext* ctx, const Tensor& grad_output, const OptionalTensor& input,
@@ -127,13 +143,12 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
                                c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
                                std::array<bool, 3> mask) {
     const bool for_grad = grad_output.requires_grad();
-    ctx->save_for_backward({grad_output, (for_grad || needs_grad(weight)) && mask[1] ? *input : Tensor(),
-                            (for_grad || needs_grad(input)) && mask[0] ? *weight : Tensor()});
-    save_sizes(ctx, "input_size", input_size);
-    save_sizes(ctx, "weight_size", weight_size);
-    ctx->saved_data["input"] = input.has_value() && input->defined();
-    ctx->saved_data["weight"] = weight.has_value() && weight->defined();
-    OwnedSpec::save(ctx, spec);
+    const bool save_input = for_grad && mask[1];
+    const bool save_weight = for_grad && mask[0];
+    ctx->save_for_backward({grad_output, save_input ? *input : Tensor(), save_weight ? *weight : Tensor()});
+    save_sizes(ctx, "input_size", save_input, input_size);
+    save_sizes(ctx, "weight_size", save_weight, weight_size);
+    OwnedSpec::save(ctx, spec, flags(mask, input, weight));
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_input, grad_weight, grad_bias] =
         call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, mask);
@@ -141,7 +156,6 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     for (const Tensor& result : {grad_input, grad_weight, grad_bias}) {
       if (result.defined()) results.push_back(result);
     }
-    ctx->saved_data["mask"] = static_cast<int64_t>(mask[0] | mask[1] << 1 | mask[2] << 2);
     return results;
   }
 
@@ -150,14 +164,14 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
     const OwnedSpec owned(ctx);
-    const int64_t mask = ctx->saved_data["mask"].toInt();
-    const variable_list grads = spread(outputs, {(mask & 1) != 0, (mask & 2) != 0, (mask & 4) != 0});
+    const auto flag = [&](int bit) { return (owned.flags >> bit & 1) != 0; };
+    const variable_list grads = spread(outputs, {flag(0), flag(1), flag(2)});
     const auto saved = ctx->get_saved_variables();
     const Tensor& grad_output = saved[0];
-    const auto input_size = saved_sizes(ctx, "input_size");
-    const auto weight_size = saved_sizes(ctx, "weight_size");
+    const auto input_size = saved_sizes(ctx, "input_size", saved[1]);
+    const auto weight_size = saved_sizes(ctx, "weight_size", saved[2]);
     const auto want =
-        wanted(ctx, {true, ctx->saved_data["input"].toBool(), ctx->saved_data["weight"].toBool()});
+        wanted(ctx, {true, flag(3), flag(4)});
     auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; };
     if (want[0]) {
       if (grads[0].defined()) add(result[0], call_conv(owned.spec, grads[0], saved[2], std::nullopt));

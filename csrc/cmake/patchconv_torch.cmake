@@ -46,10 +46,11 @@ if(NOT PATCHCONV_CUDA STREQUAL "0")
     find_program(PATCHCONV_NVCC nvcc)
     get_filename_component(patchconv_nvcc_folder "${PATCHCONV_NVCC}" REALPATH)
     get_filename_component(patchconv_nvcc_folder "${patchconv_nvcc_folder}/../.." ABSOLUTE)
-    file(GLOB patchconv_pip_toolkits "${patchconv_nvidia}/cu${patchconv_major}")
-    foreach(home IN ITEMS "${CUDA_HOME}" "$ENV{CUDA_HOME}" "${patchconv_nvcc_folder}" /usr/local/cuda
-            ${patchconv_pip_toolkits})
-      if(home AND EXISTS "${home}/include/cuda_runtime.h" AND EXISTS "${home}/bin/nvcc")
+    # A toolkit put together from pip's packages serves setup.py but not CMake, whose first act is to link a program with
+    # nvcc: it comes without lib64/libcudart.so.
+    foreach(home IN ITEMS "${CUDA_HOME}" "$ENV{CUDA_HOME}" "${patchconv_nvcc_folder}" /usr/local/cuda)
+      if(home AND EXISTS "${home}/include/cuda_runtime.h" AND EXISTS "${home}/bin/nvcc" AND
+         EXISTS "${home}/lib64/libcudart.so")
         file(STRINGS "${home}/include/cuda_runtime_api.h" patchconv_version REGEX "#define CUDART_VERSION")
         if(patchconv_version MATCHES "CUDART_VERSION +${patchconv_major}0[0-9][0-9]")
           get_filename_component(patchconv_toolkit "${home}" REALPATH)

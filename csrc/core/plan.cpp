@@ -89,17 +89,20 @@ TilePlan make_plan(const PlanRequest& request) {
       plan.pieces[d] = std::min(request.splits[d], extent[d]);
       plan.clamped |= plan.pieces[d] < request.splits[d];
     }
-  } else if (!request.must_tile && (request.whole_bytes <= request.limit || !request.splits.empty())) {
+  } else if (!request.must_tile &&
+             (!request.splits.empty() || (request.whole_bytes <= request.limit && !request.stock_is_slow))) {
     plan.reason = request.splits.empty() ? PlanReason::kFits : PlanReason::kAsked;
     plan.tile_bytes = request.whole_bytes;
     return plan;
   } else {
     plan.tiled = true;
-    const bool whole_fits =
-        tile_bytes(request, plan.pieces) <= request.limit / std::max<int64_t>(request.batch, 1);
-    plan.reason = !request.splits.empty()           ? PlanReason::kAsked
-                  : request.must_tile && whole_fits ? PlanReason::kPadding
-                                                    : PlanReason::kTooLarge;
+    if (!request.splits.empty()) {
+      plan.reason = PlanReason::kAsked;
+    } else if (request.must_tile) {
+      plan.reason = PlanReason::kPadding;
+    } else {
+      plan.reason = request.whole_bytes <= request.limit ? PlanReason::kFaster : PlanReason::kTooLarge;
+    }
     const int64_t target =
         request.preferred_bytes > 0 ? std::min(request.limit, request.preferred_bytes) : request.limit;
     const int64_t image = tile_bytes(request, plan.pieces);
@@ -141,6 +144,9 @@ std::string TilePlan::explanation(int64_t limit) const {
     case PlanReason::kPadding:
       text =
           "the padding is made by the geometry, tile by tile, in place of a padded copy of the whole input";
+      break;
+    case PlanReason::kFaster:
+      text = "one call would fit, but stock is slow with padding this wide: tiles bring their padding with them";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +

@@ -28,6 +28,7 @@ enum class PlanReason {
   kFits,      // one call needs no more than the limit
   kAsked,     // explicit splits
   kPadding,   // one tile, because the padding is not one that stock PyTorch can do without a padded copy
+  kFaster,    // one call fits, but tiles are known to be much faster
   kTooLarge,  // one call would need more than the limit
 };
 
@@ -53,6 +54,7 @@ struct PlanRequest {
   int64_t batch = 0;
   TileCost cost;
   int64_t whole_bytes = 0;      // what one stock call would need
+  bool stock_is_slow = false;   // tiles are known to be much faster than one stock call
   bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
   std::vector<int64_t> splits;  // empty: automatic; else one entry a dimension, each at least 1
   int64_t limit = 0;            // bytes

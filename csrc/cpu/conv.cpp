@@ -26,6 +26,9 @@ namespace {
 // Tiles beyond the last-level cache gain nothing; much smaller ones pay for more calls.
 constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 
+// oneDNN computes wider zero padding than this by ways that are 2 to 700 times slower (bench/padding.py).
+constexpr int64_t kMaxPadding = 3;
+
 int64_t volume(const std::vector<int64_t>& sizes) {
   int64_t product = 1;
   for (int64_t s : sizes) product *= s;
@@ -34,21 +37,22 @@ int64_t volume(const std::vector<int64_t>& sizes) {
 
 bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
 
-// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the
-// sizes.
+// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the sizes, the
+// padding counted as part of the grid.
 bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) {
   const bool transposed = pass == ConvPass::kBig;
   const auto spread = [&](const std::vector<int64_t>& sizes) { return at::empty({1}, dtype).expand(sizes); };
-  std::vector<c10::SymInt> stride, padding, dilation, output_padding;
-  for (const ConvDim& d : problem.dims) {
-    stride.emplace_back(d.stride);
-    padding.emplace_back(std::min(d.pad_before, d.pad_after));
-    dilation.emplace_back(d.dilation);
-    output_padding.emplace_back(0);
+  auto big = problem.big_sizes(1);
+  std::vector<c10::SymInt> stride, dilation;
+  for (size_t d = 0; d < problem.dims.size(); ++d) {
+    big[2 + d] += problem.dims[d].pad_before + problem.dims[d].pad_after;
+    stride.emplace_back(problem.dims[d].stride);
+    dilation.emplace_back(problem.dims[d].dilation);
   }
+  const std::vector<c10::SymInt> zeros(problem.dims.size(), 0);
   const auto backend = at::native::select_conv_backend(
-      spread(transposed ? problem.small_sizes(1) : problem.big_sizes(1)), spread(problem.weight_sizes()),
-      std::nullopt, stride, padding, dilation, transposed, output_padding, problem.groups, std::nullopt);
+      spread(transposed ? problem.small_sizes(1) : big), spread(problem.weight_sizes()), std::nullopt, stride, zeros,
+      dilation, transposed, zeros, problem.groups, std::nullopt);
   return backend == at::native::ConvBackend::Mkldnn || backend == at::native::ConvBackend::MkldnnTranspose;
 }
 
@@ -91,7 +95,14 @@ class CpuEngine : public ConvEngine {
       style.cost.small_bytes *= 2;
     }
     style.preferred_bytes = kPreferredBytes;
+    style.max_padding = kMaxPadding;
     return style;
+  }
+
+  bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
+    return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&
+           std::any_of(problem.dims.begin(), problem.dims.end(),
+                       [](const ConvDim& d) { return d.pad_before > kMaxPadding; });
   }
 
   Tensor load(const Tensor& source, const Region& region, PaddingMode mode,

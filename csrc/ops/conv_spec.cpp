@@ -20,6 +20,8 @@ constexpr const char* kInputShape[3] = {"(C, L) or (N, C, L)", "(C, H, W) or (N,
                                         "(C, D, H, W) or (N, C, D, H, W)"};
 constexpr const char* kKernelShape[3] = {"S)", "R, S)", "T, R, S)"};
 
+constexpr std::array<int64_t, 3> kNone = {0, 0, 0};
+
 // Copies a list of one or `dims` entries, each at least `least`.
 void expand(const ConvParams& params, const char* argument, at::IntArrayRef list, int64_t least,
             std::array<int64_t, 3>* result) {
@@ -94,6 +96,10 @@ ConvParams check_params(const ConvSpec& spec, const char* op) {
     TORCH_CHECK_VALUE(parse_padding_mode(spec.padding_mode, &params.mode), op,
                       ": expected padding_mode to be 'zeros', 'reflect', 'replicate' or 'circular', got '",
                       spec.padding_mode, "'");
+    // Without padding there is nothing for a mode to fill.
+    if (params.pad_before == kNone && params.pad_after == kNone) {
+      params.mode = PaddingMode::kZeros;
+    }
   }
   if (spec.splits.has_value()) {
     std::array<int64_t, 3> splits = {1, 1, 1};

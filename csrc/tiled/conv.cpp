@@ -104,7 +104,8 @@ BigTile load_big(const ConvEngine& engine, const ConvProblem& problem, const Ten
     Range range = dim.big_range(small_region.ranges[d]);
     const Range inside = intersect(range, {0, dim.big});
     const int64_t before = inside.begin - range.begin;
-    if (problem.mode == PaddingMode::kZeros && !inside.empty() && before == range.end - inside.end) {
+    if (problem.mode == PaddingMode::kZeros && !inside.empty() && before == range.end - inside.end &&
+        before <= style.max_padding) {
       tile.padding[d] = before;
       range = inside;
     }
@@ -202,8 +203,7 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
       const Range reached = dim.big_range(source.ranges[d]);
       computed.ranges[d] = intersect(region.ranges[d], reached);
       // Stock's padding crops both ends alike; what remains at the front is skipped when storing.
-      crop[d] = std::max<int64_t>(
-          0, std::min(computed.ranges[d].begin - reached.begin, reached.end - computed.ranges[d].end));
+      crop[d] = std::max<int64_t>(0, std::min(computed.ranges[d].begin - reached.begin, reached.end - computed.ranges[d].end));
       skip[d] = computed.ranges[d].begin - reached.begin - crop[d];
     }
     const bool nothing =

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -55,6 +56,7 @@ struct TileStyle {
   at::MemoryFormat format = at::MemoryFormat::Contiguous;
   TileCost cost;
   int64_t preferred_bytes = 0;
+  int64_t max_padding = std::numeric_limits<int64_t>::max();  // wider zero padding is copied into the tile
 };
 
 // A rectangle of a grid: images [batch.begin, batch.end) and one range a spatial dimension. Ranges of the big
@@ -75,6 +77,9 @@ class ConvEngine {
   virtual int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                               at::MemoryFormat format) const = 0;
   virtual TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const = 0;
+
+  // Whether tiles are known to be much faster than a stock call that fits.
+  virtual bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
 
   // Copies a region of `source`, padding included, into a new tile.
   virtual at::Tensor load(const at::Tensor& source, const Region& region, PaddingMode mode,

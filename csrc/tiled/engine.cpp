@@ -87,6 +87,8 @@ std::vector<int64_t> Region::sizes(int64_t channels) const {
   return sizes;
 }
 
+bool ConvEngine::stock_is_slow(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
+
 Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode mode,
                         const TileStyle& style) const {
   Tensor tile = source.narrow(0, region.batch.begin, region.batch.size());
@@ -187,7 +189,8 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
   request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format) + copied_bytes;
   const bool asked =
       std::any_of(request.splits.begin(), request.splits.end(), [](int64_t s) { return s > 1; });
-  if (request.must_tile || asked || request.whole_bytes > request.limit) {
+  request.stock_is_slow = request.splits.empty() && engine.stock_is_slow(problem, pass, dtype);
+  if (request.must_tile || asked || request.stock_is_slow || request.whole_bytes > request.limit) {
     const TileStyle style = engine.tile_style(problem, pass, dtype);
     request.cost = style.cost;
     request.preferred_bytes = style.preferred_bytes;

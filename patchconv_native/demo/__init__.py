@@ -1,0 +1,104 @@
+"""Filters a very large photograph with stock PyTorch and with this library, side by side.
+
+A photograph is brought to 48 megapixels and goes through two stages, each computed by either library in a
+process of its own: a bank of 16 oriented Gabor filters of 31 x 31 taps, and the stem of torchvision's
+resnet18 (first convolution, folded batch norm, ReLU; weights drawn from a seed, since nothing is downloaded).
+Printed: peak memory above input, weights and result; time; the largest difference. Written: demo.png and
+memory.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+# Modules that the demo needs besides torch, and the packages that bring them.
+NEEDED = {
+    "numpy": "numpy",
+    "PIL": "pillow",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "torchvision": "torchvision",
+}
+EXTRA = "pip install 'patchconv_native[demo]'"
+
+
+class DemoError(Exception):
+    """Something the user can put right; its text is one line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--image", type=Path, metavar="FILE", help="your own picture (otherwise: Chelsea the cat)"
+    )
+    parser.add_argument(
+        "--megapixels",
+        type=_megapixels,
+        default=48.0,
+        metavar="N",
+        help="size the picture is brought to (48)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIR", help="where the pictures go (here)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU, if there is one)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_gibibytes,
+        metavar="GIB",
+        help="skip what would need more than this (otherwise: more than is free)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the stem's random weights (0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        _check_packages(bundled_photo=arguments.image is None)
+        from .show import show
+
+        return show(arguments)
+    except DemoError as error:
+        print(f"patchconv_native demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _check_packages(bundled_photo: bool) -> None:
+    needed = NEEDED | ({"skimage": "scikit-image"} if bundled_photo else {})
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise DemoError(f"needs {', '.join(missing)}, not installed here; install with: {EXTRA}")
+    try:  # torchvision is compiled for one build of torch, and beside another one it fails in ways of its own
+        importlib.import_module("torchvision")
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DemoError(f"the torchvision installed here does not work with this torch ({reason})") from error
+
+
+def _megapixels(text: str) -> float:
+    value = _number(text)
+    if not 0.1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 1000 megapixels, got {text}")
+    return value
+
+
+def _gibibytes(text: str) -> float:
+    value = _number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of GiB, got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return value

@@ -1,0 +1,137 @@
+"""The photograph: found, opened, and brought to size.
+
+Reads 8- and 16-bit pictures of any mode that Pillow reads, as three bytes a pixel (H, W, 3). A picture larger
+than asked is made smaller here; a smaller one is enlarged where it is used, in float and on the device, so
+that no rounding to bytes comes between (a filter tuned to faint lines would find the steps).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from . import DemoError
+
+BUNDLED = ("skimage", "data/chelsea.png")  # photographed by Stefan van der Walt, public domain (CC0)
+FOCUS = (0.38, 0.37)  # the cat's left eye, as a share of the height and the width
+SMALLEST_SIDE = 16
+LARGEST_PIXELS = 2**30  # 3 GiB of bytes once decoded
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A photograph and the size (height, width) it is to be worked on at."""
+
+    name: str
+    pixels: np.ndarray  # uint8 (h, w, 3), no larger than `size`
+    size: tuple[int, int]
+    opened_size: tuple[int, int]  # as it was in the file
+    focus: tuple[float, float] | None = None  # where to look closely, if that is known
+
+    @property
+    def scale(self) -> float:
+        """How far the picture's own detail is stretched: 1 for a picture that is large enough by itself."""
+        return self.size[1] / self.pixels.shape[1]
+
+    def tensor(self, device: str) -> torch.Tensor:
+        """The picture at its size: float32 (1, 3, H, W), 0 to 1 (bicubic can overshoot a little)."""
+        small = torch.from_numpy(self.pixels).to(device).permute(2, 0, 1)[None].float().div_(255)
+        return self._enlarged(small)
+
+    def luminance(self, device: str) -> torch.Tensor:
+        """Its brightness at its size: float32 (1, 1, H, W), weighted as in ITU-R BT.601."""
+        weights = torch.tensor([0.299, 0.587, 0.114], device=device) / 255
+        small = torch.from_numpy(self.pixels).to(device).float() @ weights
+        return self._enlarged(small[None, None])
+
+    def crop(self, top: int, left: int, height: int, width: int) -> np.ndarray:
+        """A window of the picture at its size, for looking at: uint8 (height, width, 3)."""
+        down, across = self.pixels.shape[0] / self.size[0], self.pixels.shape[1] / self.size[1]
+        box = (left * across, top * down, (left + width) * across, (top + height) * down)
+        window = Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC, box=box)
+        return np.asarray(window)
+
+    def _enlarged(self, small: torch.Tensor) -> torch.Tensor:
+        if small.shape[-2:] == self.size:
+            return small.contiguous()
+        return torch.nn.functional.interpolate(small, size=self.size, mode="bicubic", align_corners=False)
+
+
+def load(file: Path | None, megapixels: float) -> Photo:
+    """Opens `file`, or the bundled photograph, to be worked on at `megapixels` (rounded up).
+
+    Raises DemoError for whatever is not a picture of a workable size.
+    """
+    picture = _open(_bundled() if file is None else file)
+    opened = (picture.height, picture.width)
+    if min(opened) < SMALLEST_SIDE:
+        raise DemoError(
+            f"the picture is {opened[1]} x {opened[0]} pixels; either side must be {SMALLEST_SIDE} or more"
+        )
+    scale = math.sqrt(megapixels * 1e6 / (opened[0] * opened[1]))
+    # Whole multiples of 8, so that strides divide and the picture shrinks evenly for display.
+    height, width = (8 * math.ceil(side * scale / 8) for side in opened)
+    if scale < 1:
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    name, focus = ("Chelsea the cat", FOCUS) if file is None else (file.name, None)
+    return Photo(name, np.array(picture), (height, width), opened, focus)
+
+
+def _open(file: Path) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            # Pillow takes pictures past 89 megapixels for attacks; here a person names the file and large is
+            # the point.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_PIXELS // 2
+            try:
+                with Image.open(file) as picture:
+                    return _as_rgb(picture)
+            finally:
+                Image.MAX_IMAGE_PIXELS = limit
+    except FileNotFoundError:
+        raise DemoError(f"there is no file {file}") from None
+    except IsADirectoryError:
+        raise DemoError(f"{file} is a folder, not a picture") from None
+    except UnidentifiedImageError:
+        raise DemoError(f"{file} is not a picture that Pillow can read") from None
+    except Image.DecompressionBombError:
+        raise DemoError(f"{file} has more than {LARGEST_PIXELS / 1e6:.0f} megapixels") from None
+    except MemoryError:
+        raise DemoError(f"{file} does not fit into memory once decoded") from None
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # damaged files end in any of these
+        raise DemoError(
+            f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+
+
+def _as_rgb(picture: Image.Image) -> Image.Image:
+    upright = ImageOps.exif_transpose(picture)
+    if upright.mode.startswith(("I", "F")):  # 16 bits and more: the picture's own range becomes 0 to 255
+        values = np.asarray(upright, dtype=np.float32)
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        values = np.nan_to_num((values - low) / max(high - low, 1e-12))
+        upright = Image.fromarray((values * 255 + 0.5).astype(np.uint8))
+    if upright.has_transparency_data:
+        solid = upright.convert("RGBA")
+        white = Image.new("RGBA", solid.size, "white")
+        upright = Image.alpha_composite(white, solid)
+    return upright.convert("RGB")
+
+
+def _bundled() -> Path:
+    package, inside = BUNDLED
+    spec = importlib.util.find_spec(
+        package
+    )  # found, not imported: importing it costs a second and brings scipy
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        if (file := Path(folder) / inside).is_file():
+            return file
+    raise DemoError(f"this scikit-image comes without {inside}; name a picture with --image")

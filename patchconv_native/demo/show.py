@@ -1,0 +1,175 @@
+"""The demo from beginning to end: both stages with both libraries, the table, the pictures.
+
+A stage's two workers start together and compute one after the other, each with the machine to itself. Stock
+is not even started on what would not fit: the table then says so, and patchconv_native's result is compared
+with stock's at bands of rows that stock computes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+import patchconv_native as pc
+
+from . import DemoError, figures, picture, report
+from .figures import Views
+from .filters import Orientation
+from .picture import Photo
+from .report import NoResult, StageResult
+from .stages import GaborBank, Shapes, Stage, stages, stock_need
+from .worker import Difference, Outcome, OutOfMemory, Worker
+
+STEPS_OF_A_STAGE = 3
+SLACK = 2**28  # besides tensors: libraries, code, the comparison's strips
+SHOWN_WIDTH = 2000  # about the width in pixels of the picture that is shown whole
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Runs the demo and returns the exit code."""
+    device = _device(arguments.device)
+    photo = picture.load(arguments.image, arguments.megapixels)
+    out = _folder(arguments.out)
+    cap = sys.maxsize if arguments.memory is None else int(arguments.memory * 2**30)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    report.introduce(console, photo, device, arguments.seed)
+
+    todo = stages(photo, arguments.seed)
+    results, views = [], None
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[using]}", style="cyan"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = _Bar(progress, STEPS_OF_A_STAGE * len(todo) + 1)
+        for stage in todo:
+            result, seen = _run(stage, photo, device, cap, bar)
+            results.append(result)
+            views = views or seen
+        bar.next("drawing")
+        assert views is not None  # the first stage is the bank
+        pictures = [out / "demo.png", out / "memory.png"]
+        figures.draw_demo(pictures[0], photo, views, results)
+        figures.draw_memory(pictures[1], photo, device, results)
+        bar.finish()
+    console.print(report.table(results))
+    for line in report.verdict(results):
+        console.print(line)
+    console.print(f"wrote {pictures[0]} and {pictures[1]}", soft_wrap=True)
+    return 0
+
+
+def _device(asked: str | None) -> str:
+    built = pc.build_info()["cuda"] is not None
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise DemoError("--device cuda: torch finds no GPU here")
+    if asked == "cuda" and not built:
+        raise DemoError("--device cuda: this patchconv_native was built without CUDA")
+    return asked or ("cuda" if built and torch.cuda.is_available() else "cpu")
+
+
+def _folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # better now than after minutes of work
+    except OSError as error:
+        raise DemoError(f"cannot write to --out {folder}: {error.strerror}") from None
+    return folder
+
+
+class _Bar:
+    """The progress bar: what is being done, how much is done, and how much memory the worker occupies."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._begun = progress, False
+        self._task = progress.add_task("", total=total, using="")
+
+    def next(self, description: str) -> None:
+        self._progress.update(self._task, description=description, using="", advance=1 if self._begun else 0)
+        self._begun = True
+
+    def using(self, used: int) -> None:
+        self._progress.update(self._task, using=report.size(used))
+
+    def finish(self) -> None:
+        self._progress.update(self._task, description="done", using="", advance=1)
+
+
+def _run(stage: Stage, photo: Photo, device: str, cap: int, bar: _Bar) -> tuple[StageResult, Views | None]:
+    shapes = stage.shapes()
+    with ExitStack() as stack:
+        ends = multiprocessing.Pipe()
+        theirs, ours = (
+            stack.enter_context(Worker(stage, converted, device, end, bar.using))
+            for converted, end in zip((False, True), ends, strict=True)
+        )
+        for end in ends:
+            end.close()  # the workers have them
+        available = min(theirs.ask("available"), ours.ask("available"), cap)
+
+        bar.next(f"{stage.name}: stock")
+        stock = _run_stock(theirs, shapes, available)
+
+        bar.next(f"{stage.name}: patchconv_native")
+        need = shapes.floor + pc.workspace_limit() + SLACK
+        both = isinstance(stock, Outcome)  # then its result is kept to compare, if there is room for two
+        if both and min(ours.ask("available"), cap - shapes.result) < need:
+            theirs.ask("forget")
+            both = False
+        available = min(ours.ask("available"), cap)
+        if available < need:
+            raise DemoError(f"{stage.name} {_needs(need, available)}; use a smaller --megapixels")
+        try:
+            outcome: Outcome = ours.ask("compute")
+        except OutOfMemory as error:
+            raise DemoError(f"{stage.name}: out of memory ({error}); use a smaller --megapixels") from None
+
+        bar.next(f"{stage.name}: comparing")
+        if both:
+            theirs.start("send")
+            difference: Difference = ours.ask("compare")
+            theirs.answer()
+        else:
+            difference = ours.ask("compare_bands")
+        views = _views(ours, photo) if isinstance(stage, GaborBank) else None
+        return StageResult(stage, shapes, stock, outcome, difference), views
+
+
+def _run_stock(worker: Worker, shapes: Shapes, available: int) -> Outcome | NoResult:
+    need = stock_need(shapes) + SLACK
+    if need > available:
+        return NoResult("not run", _needs(need, available))
+    try:
+        return worker.ask("compute")
+    except OutOfMemory as error:
+        return NoResult("out of memory", str(error))
+
+
+def _needs(need: int, available: int) -> str:
+    return f"needs about {report.size(need)} at this size and {report.size(available)} is available"
+
+
+def _views(worker: Worker, photo: Photo) -> Views:
+    step = max(1, round(photo.size[1] / SHOWN_WIDTH))
+    whole: Orientation = worker.ask("small_orientation", step)
+    place = figures.choose_window(photo, whole, step)
+    return Views(whole, step, worker.ask("orientation", *place), place)

@@ -1,0 +1,98 @@
+// Tests of core/, compiled without torch: the geometry against a loop over every tap of a small convolution.
+#include <cstdint>
+#include <vector>
+
+#include "check.h"
+#include "core/build_facts.h"
+#include "core/geometry.h"
+
+namespace patchconv {
+namespace {
+
+void test_pieces() {
+  for (int64_t size = 0; size <= 13; ++size) {
+    for (int64_t pieces = 1; pieces <= 7; ++pieces) {
+      int64_t at = 0;
+      for (int64_t i = 0; i < pieces; ++i) {
+        const Range piece = piece_of(size, pieces, i);
+        CHECK_EQ(piece.begin, at);
+        CHECK(piece.size() == size / pieces || piece.size() == size / pieces + 1);
+        at = piece.end;
+      }
+      CHECK_EQ(at, size);
+    }
+  }
+}
+
+// Every small range must read exactly the hull of its taps, every big range be read by exactly the hull of
+// its users.
+void test_ranges() {
+  for (int64_t big : {1, 5, 8, 11}) {
+    for (int64_t kernel : {1, 2, 3, 5}) {
+      for (int64_t stride : {1, 2, 3}) {
+        for (int64_t dilation : {1, 2}) {
+          for (int64_t before : {0, 1, 3}) {
+            ConvDim dim{big, 0, kernel, stride, dilation, before, 1};
+            dim.small = dim.small_size();
+            if (dim.big + dim.pad_before + dim.pad_after < dim.reach()) continue;
+            for (int64_t begin = 0; begin < dim.small; ++begin) {
+              for (int64_t end = begin + 1; end <= dim.small; ++end) {
+                const Range read = dim.big_range({begin, end});
+                CHECK_EQ(read.begin, begin * stride - before);
+                CHECK_EQ(read.end, (end - 1) * stride + (kernel - 1) * dilation - before + 1);
+              }
+            }
+            for (int64_t begin = 0; begin < big; ++begin) {
+              const Range users = dim.small_range({begin, begin + 1});
+              for (int64_t p = 0; p < dim.small; ++p) {
+                bool reads = false;
+                for (int64_t r = 0; r < kernel; ++r) reads |= p * stride + r * dilation - before == begin;
+                // The hull may hold positions that step over it; it must miss none that reads it.
+                if (reads) CHECK(p >= users.begin && p < users.end);
+                if (p < users.begin || p >= users.end) CHECK(!reads);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+void test_padding() {
+  const struct {
+    PaddingMode mode;
+    std::vector<int64_t> expected;  // of coordinates -2 to 5 of a grid of four
+  } cases[] = {
+      {PaddingMode::kZeros, {-1, -1, 0, 1, 2, 3, -1, -1}},
+      {PaddingMode::kReflect, {2, 1, 0, 1, 2, 3, 2, 1}},
+      {PaddingMode::kReplicate, {0, 0, 0, 1, 2, 3, 3, 3}},
+      {PaddingMode::kCircular, {2, 3, 0, 1, 2, 3, 0, 1}},
+  };
+  for (const auto& one : cases) {
+    CHECK(source_indices(one.mode, {-2, 6}, 4) == one.expected);
+    PaddingMode parsed;
+    CHECK(parse_padding_mode(padding_mode_name(one.mode), &parsed) && parsed == one.mode);
+  }
+  PaddingMode parsed;
+  CHECK(!parse_padding_mode("mirror", &parsed));
+}
+
+void test_build_facts() {
+  // Nothing of csrc/cuda/ is compiled in here, so nobody has registered.
+  CHECK(!cuda_facts().has_value());
+  register_cuda_facts({13000, "8.0"});
+  CHECK(cuda_facts().has_value());
+  CHECK_EQ(cuda_facts()->runtime_version, 13000);
+}
+
+}  // namespace
+}  // namespace patchconv
+
+int main() {
+  patchconv::test_pieces();
+  patchconv::test_ranges();
+  patchconv::test_padding();
+  patchconv::test_build_facts();
+  return check::report();
+}

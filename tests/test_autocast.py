@@ -1,0 +1,112 @@
+"""autocast: the convolutions run in the lower precision where torch's own do, and gradients come back in
+float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import patchconv_native as pc
+
+NAMES = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def leaves(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    dims = int(name[-2])
+    shapes = [(2, 4, *[9] * dims), (4, 4, *[3] * dims), (4,)]
+    return [torch.randn(*s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("splits", [None, 2])
+@DTYPES
+def test_like_torch(device, name, splits, dtype):
+    """As near to float64 as torch's autocast: what is lost is lost by the cast, not by the tiles."""
+    given = leaves(name, device)
+    with torch.autocast(device, dtype):
+        ours = getattr(pc.functional, name)(*given, padding=1, splits=splits)
+        stock = getattr(F, name)(*given, padding=1)
+    assert ours.dtype == stock.dtype == dtype
+    assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
+    exact_leaves = [t.detach().to(dtype).double().requires_grad_() for t in given]
+    exact = getattr(F, name)(*exact_leaves, padding=1)
+    grad = torch.randn_like(stock)
+    found = torch.autograd.grad(ours, given, grad)
+    theirs = torch.autograd.grad(stock, given, grad)
+    wanted = torch.autograd.grad(exact, exact_leaves, grad.double())
+    near(ours, stock, exact, dtype)
+    for got, want, right in zip(found, theirs, wanted, strict=True):
+        assert got.dtype == want.dtype == torch.float32
+        near(got, want, right, dtype)
+
+
+def near(ours: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    error, allowed = ((t.double() - exact).abs().max() for t in (ours, stock))
+    assert error <= 1.1 * allowed + torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@DTYPES
+def test_modules_return_the_lower_precision(device, name, dtype):
+    dims = int(name[-2])
+    kind = name.replace("conv_transpose", "ConvTranspose").replace("conv", "Conv")
+    layer = getattr(pc, kind)(4, 6, 3, splits=2, device=device)
+    with torch.autocast(device, dtype):
+        y = layer(torch.randn(2, 4, *[9] * dims, device=device))
+    assert y.dtype == dtype and pc.last_path()["path"] == "tiled"
+    y.float().sum().backward()
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@DTYPES
+def test_mixed_inputs(device, dtype):
+    """Half inputs and float32 weights meet, as after an earlier autocast layer."""
+    x, w, b = leaves("conv2d", device)
+    with torch.autocast(device, dtype):
+        y = pc.functional.conv2d(x.to(dtype), w, b, splits=2)
+        expected = F.conv2d(x.to(dtype), w, b)
+    assert y.dtype == expected.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, expected, rtol=2 * unit, atol=8 * unit)
+
+
+def test_float64_is_left_as_torch_leaves_it(device):
+    x, w, b = leaves("conv2d", device, torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        assert pc.functional.conv2d(x, w, b, splits=2).dtype == F.conv2d(x, w, b).dtype
+
+
+def test_switched_off_inside(device):
+    x, w, b = leaves("conv2d", device)
+    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
+        assert pc.functional.conv2d(x, w, b, splits=2).dtype == torch.float32
+
+
+def test_backward_inside_the_block(device):
+    """backward() under autocast must not be cast again."""
+    x, w, b = leaves("conv2d", device)
+    with torch.autocast(device, torch.bfloat16):
+        pc.functional.conv2d(x, w, b, padding=1, splits=2).float().square().sum().backward()
+    found = [t.grad.clone() for t in (x, w, b)]
+    for t in (x, w, b):
+        t.grad = None
+    with torch.autocast(device, torch.bfloat16):
+        F.conv2d(x, w, b, padding=1).float().square().sum().backward()
+    for got, t in zip(found, (x, w, b), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, t.grad, rtol=0.05, atol=0.05 * float(t.grad.abs().max()))
+
+
+def test_weight_casts_are_cached(device):
+    """Within one block a weight is cast once, as for torch's layers: both uses share the cast's node."""
+    x, w, _ = leaves("conv2d", device)
+    casts = []
+    with torch.autocast(device, torch.bfloat16), torch.profiler.profile() as profile:
+        for _ in range(3):
+            casts.append(pc.functional.conv2d(x, w, splits=2))
+    copies = [e for e in profile.events() if e.name == "aten::to" and e.input_shapes == [list(w.shape)]]
+    assert len(copies) <= 1
+    assert torch.equal(casts[0], casts[2])

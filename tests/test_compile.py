@@ -1,0 +1,221 @@
+"""torch.compile without graph breaks and with one compilation over many shapes; torch.export with dynamic
+sizes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import patchconv_native as pc
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+NAMES = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def sizes(dims: int) -> list[tuple[int, ...]]:
+    """Batches and spatial sizes of every parity.
+
+    None is 0 or 1, which dynamo treats apart, and the first has no two sizes alike, since equal sizes get one
+    symbol.
+    """
+    return [(n, *[10 + n + 3 * d + k for d in range(dims)]) for k, n in enumerate((8, 3, 4, 7, 2))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_compilation_over_many_shapes(device, name, splits, backward):
+    dims = int(name[-2])
+    call = getattr(pc.functional, name)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def block(x, w, b):
+        if splits is None:
+            return torch.relu(call(x, w, b, stride=2, padding=1)) + 1
+        return torch.relu(call(x, w, b, stride=2, padding=1, splits=2)) + 1
+
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    w = torch.randn(3, 3, *range(4, 4 + dims), device=device, requires_grad=backward)
+    b = torch.randn(3, device=device, requires_grad=backward)
+    for n, *spatial in sizes(dims):
+        x = torch.randn(n, 3, *spatial, device=device, requires_grad=backward)
+        found, expected = compiled(x, w, b), block(x, w, b)
+        torch.testing.assert_close(found, expected)
+        if backward:
+            leaves = (x, w, b)
+            for got, want in zip(
+                torch.autograd.grad(found.square().sum(), leaves),
+                torch.autograd.grad(expected.square().sum(), leaves),
+                strict=True,
+            ):
+                torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1, f"{counter.frame_count} compilations"
+    assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
+
+
+@pytest.mark.parametrize("argument", ["stride", "padding", "dilation", "groups", "splits"])
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_a_number_that_dynamo_makes_symbolic(device, name, argument):
+    """Under dynamic=True an int that a function is given becomes a symbol; torch's convolutions take those
+    too.
+    """
+    call = getattr(pc.functional, name)
+    compiled = torch.compile(
+        lambda x, w, n: call(x, w, **{argument: n}), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    x = torch.randn(5, 4, 11, 13, device=device)
+    for n in (2, 4):
+        groups = n if argument == "groups" else 1
+        w = torch.randn(4, 4 // groups, 3, 2, device=device)
+        torch.testing.assert_close(compiled(x, w, n), call(x, w, **{argument: n}))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [(1, 1), (2, 0, 1, 2), "same"])
+def test_padding_modes_compile_once(device, mode, padding):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def block(x, w):
+        return pc.functional.conv2d(x, w, padding=padding, padding_mode=mode, splits=2)
+
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    w = torch.randn(6, 3, 4, 5, device=device, requires_grad=True)
+    for n, h, wide in sizes(2):
+        x = torch.randn(n, 3, h, wide, device=device, requires_grad=True)
+        found = torch.autograd.grad(compiled(x, w).square().sum(), (x, w))
+        for got, want in zip(found, torch.autograd.grad(block(x, w).square().sum(), (x, w)), strict=True):
+            torch.testing.assert_close(got, want)
+    assert counter.frame_count == 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.body = nn.Conv2d(6, 6, 3, padding="same", padding_mode="circular", groups=3)
+        self.up = nn.ConvTranspose2d(6, 2, 4, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(torch.relu(self.body(torch.relu(self.norm(self.stem(x))))))
+
+
+@pytest.mark.parametrize("splits", [None, (2, 2)])
+def test_converted_model_compiles_once(device, splits):
+    model = pc.convert(Net().to(device), splits=splits)
+    model.norm.eval()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for n, h, w in sizes(2):
+        x = torch.randn(n, 3, 2 * h, 2 * w, device=device)
+        torch.testing.assert_close(compiled(x), model(x))
+        compiled(x).square().sum().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().sum().backward()
+        for got, want in zip(found, (p.grad for p in model.parameters()), strict=True):
+            torch.testing.assert_close(got, want)
+        model.zero_grad()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_strides_of_compiled_results(device, layout):
+    """Ahead-of-time graphs trust the Meta kernels' strides; a later view would show a wrong one."""
+
+    def block(x, w):
+        y = pc.functional.conv2d(x, w, padding=1, splits=2)
+        return y, y.permute(0, 2, 3, 1).reshape(-1)
+
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 4, 7, 6, device=device).contiguous(memory_format=layout).requires_grad_()
+    w = torch.randn(3, 4, 3, 3, device=device, requires_grad=True)
+    for got, want in zip(compiled(x, w), block(x, w), strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.stride() == want.stride()
+    found = torch.autograd.grad(compiled(x, w)[1].square().sum(), (x, w))
+    for got, want in zip(found, torch.autograd.grad(block(x, w)[1].square().sum(), (x, w)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_inductor(device):
+    """The default backend, which generates code around the operator: needs a C++ compiler, or Triton on a
+    GPU.
+    """
+
+    def block(x, w, b):
+        return torch.relu(pc.functional.conv2d(x * 2, w, b, padding=1, splits=3)).sum(dim=1)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    x = torch.randn(2, 3, 9, 10, device=device, requires_grad=True)
+    w = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
+    b = torch.randn(4, device=device, requires_grad=True)
+    torch.testing.assert_close(compiled(x, w, b), block(x, w, b))
+    found = torch.autograd.grad(compiled(x, w, b).square().sum(), (x, w, b))
+    for got, want in zip(found, torch.autograd.grad(block(x, w, b).square().sum(), (x, w, b)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_compiled_autograd(device):
+    layer = pc.Conv2d(3, 4, 3, padding=1, splits=2, device=device)
+    x = torch.randn(2, 3, 8, 8, device=device)
+    layer(x).square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        layer(x).square().sum().backward()
+    for got, want in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(got.grad, want)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_export_with_dynamic_sizes(device, splits):
+    model = pc.convert(Net().to(device).eval(), splits=splits)
+    half_h, half_w = torch.export.Dim("half_h", min=4, max=512), torch.export.Dim("half_w", min=4, max=512)
+    dynamic = {"x": {0: torch.export.Dim("n", min=2, max=64), 2: 2 * half_h, 3: 2 * half_w}}
+    program = torch.export.export(model, (torch.randn(2, 3, 12, 16, device=device),), dynamic_shapes=dynamic)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert {"patchconv.conv2d.default", "patchconv.conv_transpose2d.default"} <= targets
+    for n, h, w in ((2, 12, 16), (5, 20, 14), (3, 8, 30)):
+        x = torch.randn(n, 3, h, w, device=device)
+        torch.testing.assert_close(program.module()(x), model(x))
+    assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
+
+
+def test_exported_program_can_be_saved(device, tmp_path):
+    model = pc.convert(Net().to(device).eval(), splits=2)
+    x = torch.randn(2, 3, 12, 16, device=device)
+    torch.export.save(torch.export.export(model, (x,)), tmp_path / "net.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
+
+
+def test_fake_and_meta_tensors_compute_nothing(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(4, 64, 100_000, 100_000, device=device)
+        w = torch.empty(64, 64, 3, 3, device=device, requires_grad=True)
+        y = pc.functional.conv2d(x, w, padding=1)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert w.grad is not None and w.grad.shape == w.shape
+    x = torch.empty(1, 8, 1000, 1000, 1000, device="meta")
+    assert pc.functional.conv3d(x, torch.empty(8, 8, 3, 3, 3, device="meta"), stride=2).shape == (
+        1,
+        8,
+        499,
+        499,
+        499,
+    )

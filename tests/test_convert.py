@@ -1,0 +1,334 @@
+"""convert and revert: classes change in place, everything that held on to the model goes on holding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import patchconv_native as pc
+
+KINDS = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.body = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2))
+        self.up = nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1)
+        self.head = nn.Conv2d(4, 2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.up(self.body(self.stem(x))))
+
+
+class OwnForward(nn.Conv2d):
+    """Weight standardisation: a subclass that does something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(x, w, self.bias)
+
+
+class OwnInnerForward(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return 2 * super()._conv_forward(input, weight, bias)
+
+
+class OnlyNamed(nn.Conv2d):
+    """A subclass that changes nothing about the computation."""
+
+
+def image(device: str = "cpu") -> torch.Tensor:
+    return torch.randn(2, 3, 16, 18, device=device)
+
+
+@pytest.mark.parametrize("splits", [None, 2, (2, 3)])
+def test_same_numbers(device, splits):
+    model = Net().to(device).eval()
+    x = image(device)
+    expected = model(x)
+    assert pc.convert(model, splits=splits) is model
+    with pc.record_paths() as records:
+        found = model(x)
+    torch.testing.assert_close(found, expected)
+    assert [r["op"] for r in records] == ["conv2d", "conv2d", "conv_transpose2d", "conv2d"]
+    assert {r["path"] for r in records} == ({"stock"} if splits is None else {"tiled"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("splits", [None, 2])
+def test_every_kind(kind, splits):
+    model = nn.Sequential(getattr(nn, kind)(2, 3, 3, stride=2, padding=1))
+    x = torch.randn(1, 2, *[8] * int(kind[-2]))
+    expected = model(x)
+    pc.convert(model, splits=splits)
+    assert type(model[0]) is getattr(pc, kind) and model[0].splits == splits
+    torch.testing.assert_close(model(x), expected)
+    pc.revert(model)
+    assert type(model[0]) is getattr(nn, kind) and "splits" not in vars(model[0])
+    assert torch.equal(model(x), expected)
+
+
+def test_parameters_are_the_same_objects():
+    model = Net()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    modules = {name: id(m) for name, m in model.named_modules()}
+    for change in (pc.convert, pc.revert):
+        change(model)
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+        assert {name: id(m) for name, m in model.named_modules()} == modules
+        assert list(model.state_dict()) == list(state)
+        assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+def test_revert_leaves_nothing_behind():
+    model, untouched = Net(), Net()
+    untouched.load_state_dict(model.state_dict())
+    attributes = {name: set(vars(m)) for name, m in model.named_modules()}
+    pc.revert(pc.convert(model, splits=(2, 2)))
+    assert {name: set(vars(m)) for name, m in model.named_modules()} == attributes
+    assert [type(m) for m in model.modules()] == [type(m) for m in untouched.modules()]
+    assert repr(model) == repr(untouched)
+
+
+def test_idempotent():
+    model = pc.convert(Net(), splits=2)
+    kinds = [type(m) for m in model.modules()]
+    pc.convert(model, splits=2)
+    assert [type(m) for m in model.modules()] == kinds and model.stem.splits == 2
+    pc.convert(model, splits=5)
+    assert model.stem.splits == 5, "a second call with other splits sets them"
+    pc.revert(pc.revert(model))
+    assert type(model.stem) is nn.Conv2d
+
+
+def test_revert_leaves_modules_that_were_built_as_ours():
+    """revert undoes convert; what its owner built as pc.Conv2d is not convert's work."""
+    model = nn.Sequential(pc.Conv2d(3, 3, 3, splits=4), nn.Conv2d(3, 3, 3))
+    pc.revert(pc.convert(model, splits=2))
+    assert type(model[1]) is nn.Conv2d
+    assert type(model[0]) in (pc.Conv2d, nn.Conv2d)
+    assert torch.isfinite(model(torch.randn(1, 3, 9, 9))).all()
+
+
+def test_a_bare_layer():
+    layer = nn.Conv2d(3, 3, 3)
+    assert pc.convert(layer) is layer and type(layer) is pc.Conv2d
+    assert pc.revert(layer) is layer and type(layer) is nn.Conv2d
+
+
+def test_patch_convs_name():
+    model = Net()
+    assert pc.convert_model(model) is model
+    assert {m.splits for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)} == {4}
+    assert pc.convert_model(Net(), splits=7).stem.splits == 7
+
+
+def test_subclasses_with_their_own_forward_are_left_alone_and_reported(device):
+    model = nn.Sequential(OwnForward(3, 4, 3), OwnInnerForward(4, 4, 3), nn.Conv2d(4, 2, 3), nn.ReLU()).to(
+        device
+    )
+    x = image(device)
+    expected = model(x)
+    with pytest.warns(UserWarning, match=r"left 2 convolutions alone: 0: OwnForward .*; 1: OwnInnerForward "):
+        pc.convert(model, splits=2)
+    assert [type(m) for m in model] == [OwnForward, OwnInnerForward, pc.Conv2d, nn.ReLU]
+    torch.testing.assert_close(model(x), expected)
+    text = str(pc.convert_report(model))
+    assert "  0: left alone: OwnForward computes its forward itself" in text
+    assert "  1: left alone: OwnInnerForward computes its forward itself" in text
+    assert "  2: Conv2d" in text
+
+
+def test_a_subclass_that_changes_nothing_keeps_its_type():
+    """Whatever is decided about such a class, isinstance goes on working and the numbers stay."""
+    model = nn.Sequential(OnlyNamed(3, 4, 3))
+    x = image()
+    expected = model(x)
+    pc.convert(model, splits=2)
+    assert isinstance(model[0], OnlyNamed)
+    torch.testing.assert_close(model(x), expected)
+    pc.revert(model)
+    assert type(model[0]) is OnlyNamed
+
+
+def test_a_forward_set_on_the_instance_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match=r"left 1 convolutions alone: 0: "):
+        pc.convert(model)
+    x = image()
+    assert torch.equal(model(x), x + 1)
+    assert type(model[0]) is nn.Conv2d
+    assert list(pc.convert_report(model).left) == ["0"]
+
+
+def test_lazy_modules_are_left_alone():
+    model = nn.Sequential(nn.LazyConv2d(4, 3))
+    with pytest.warns(UserWarning, match=r"0: LazyConv2d has no weight yet"):
+        pc.convert(model)
+    assert type(model[0]) is nn.LazyConv2d
+    model(image())
+    assert type(model[0]) is nn.Conv2d
+    assert type(pc.convert(model)[0]) is pc.Conv2d
+
+
+def test_report():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.Conv1d(3, 3, 3)), nn.Linear(3, 3))
+    before = str(pc.convert_report(model))
+    pc.convert(model, splits=3)
+    text = str(pc.convert_report(model))
+    assert text != before
+    assert "Conv2d" in text and "Conv1d" in text and "1.0" in text
+    assert "Linear" not in text, "what has no convolution in it needs no mention"
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_tied_modules(device):
+    """One module under two names is converted once and stays one module."""
+    shared = nn.Conv2d(3, 3, 3, padding=1)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": shared}).to(device)
+    pc.convert(model, splits=2)
+    assert model["a"] is model["b"][0] is model["c"] is shared
+    assert type(shared) is pc.Conv2d
+    x = image(device)
+    expected = nn.Conv2d.forward(shared, x)
+    for found in (model["a"](x), model["b"](x), model["c"](x)):
+        torch.testing.assert_close(found, expected)
+    pc.revert(model)
+    assert type(model["c"]) is nn.Conv2d
+
+
+def test_a_module_listed_twice_and_a_cycle():
+    layer = nn.Conv2d(3, 3, 3)
+    model = nn.Sequential(layer, layer)
+    model[0].owner = [model]  # a plain reference back, as some models keep
+    pc.convert(model, splits=2)
+    assert type(model[0]) is type(model[1]) is pc.Conv2d
+
+
+def test_hooks_survive(device):
+    model = Net().to(device)
+    seen: list[str] = []
+    model.stem.register_forward_hook(lambda *_: seen.append("forward"))
+    model.stem.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    model.head.register_full_backward_hook(lambda *_: seen.append("backward"))
+    pc.convert(model, splits=2)
+    model(image(device)).sum().backward()
+    assert seen == ["pre", "forward", "backward"]
+    pc.revert(model)
+    model(image(device)).sum().backward()
+    assert seen == ["pre", "forward", "backward"] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_optimizers_go_on(device, optimizer):
+    """Two training steps around a conversion, and two without one, end at the same parameters."""
+    torch.manual_seed(0)
+    model = Net().to(device).double()
+    other = copy.deepcopy(model)
+    runs = []
+    for net, changes in ((model, [pc.convert, pc.revert, None]), (other, [None] * 3)):
+        steps = getattr(torch.optim, optimizer)(net.parameters(), lr=0.01)
+        torch.manual_seed(1)
+        for change in changes:
+            steps.zero_grad()
+            net(image(device).double()).square().mean().backward()
+            steps.step()
+            if change is pc.convert:
+                change(net, splits=2)
+            elif change:
+                change(net)
+        runs.append(list(net.parameters()))
+    for got, want in zip(*runs, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_conversion_after_parametrization(device):
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1)).to(device)
+    model = nn.Sequential(layer)
+    x = image(device)
+    expected = model(x)
+    pc.convert(model, splits=2)
+    with pc.record_paths() as records:
+        torch.testing.assert_close(model(x), expected)
+    assert [r["path"] for r in records] == ["tiled"]
+    pc.revert(model)
+    torch.testing.assert_close(model(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_parametrization_after_conversion(device):
+    model = pc.convert(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), splits=2).to(device)
+    x = image(device)
+    expected = model(x)
+    nn.utils.parametrizations.weight_norm(model[0])
+    torch.testing.assert_close(model(x), expected)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is pc.Conv2d
+    torch.testing.assert_close(model(x), expected)
+    assert type(pc.revert(model)[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies_of_a_converted_model(device, copied):
+    model = pc.convert(Net().to(device).eval(), splits=2)
+    x = image(device)
+    other = copied(model)
+    assert type(other.stem) is pc.Conv2d
+    assert torch.equal(other(x), model(x))
+    assert type(pc.revert(other).stem) is nn.Conv2d
+    assert type(model.stem) is pc.Conv2d, "the copy's revert is the copy's"
+
+
+def test_bad_splits_change_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3))
+    for bad in (0, (2, 0), "2", (1, 2, 3, 4)):
+        with pytest.raises((ValueError, TypeError), match=r"expected .*splits"):
+            pc.convert(model, splits=bad)
+        assert [type(m) for m in model] == [nn.Conv2d, nn.Conv1d]
+
+
+def test_splits_of_the_wrong_length_for_some_layers_change_nothing():
+    """(rows, cols) fits a Conv2d but not the Conv1d beside it: refused before the first class changes."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3))
+    with pytest.raises(ValueError, match=r"expected .*splits"):
+        pc.convert(model, splits=(2, 2))
+    assert [type(m) for m in model] == [nn.Conv2d, nn.Conv1d]
+
+
+def test_not_a_module():
+    with pytest.raises(TypeError, match=r"expected model to be a torch.nn.Module, got int"):
+        pc.convert(3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_resnet18(device, training):
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    torch.manual_seed(0)
+    model = models.resnet18(weights=None).to(device).train(training).double()
+    other = copy.deepcopy(model)
+    pc.convert(model, splits=(3, 2))
+    x = torch.randn(2, 3, 64, 64, device=device, dtype=torch.float64)
+    with pc.record_paths() as records:
+        found = model(x)
+    expected = other(x)
+    assert len(records) == 20
+    # The last stages are 2 rows high and still cut; every convolution here can be.
+    assert {r["path"] for r in records} == {"tiled"}
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for (key, got), (_, want) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, msg=lambda text, key=key: f"{key}: {text}")
+    pc.revert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]

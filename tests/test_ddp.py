@@ -1,0 +1,76 @@
+"""DistributedDataParallel over gloo: two processes, half of the batch each, end where one process with all of
+it does.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import patchconv_native as pc
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo"
+)
+
+STEPS = 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False),
+        nn.ConvTranspose2d(6, 2, 2, stride=2),
+    ).double()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, rank: int, world: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        share = batch(step).chunk(world)[rank]
+        optimizer.zero_grad()
+        # The mean over the shares is the mean over the batch: gradients are averaged between processes.
+        model(share).square().mean().backward()
+        optimizer.step()
+
+
+def worker(rank: int, world: int, folder: str, options: dict[str, bool]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    try:
+        model = pc.convert(network(), splits=2)
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        with pc.record_paths() as records:
+            train(wrapped, rank, world)
+        assert records and {r["path"] for r in records} == {"tiled"}
+        torch.save(model.state_dict(), os.path.join(folder, f"rank{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+    ids=["plain", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"],
+)
+def test_two_processes_train_as_one(tmp_path, options):
+    mp.spawn(worker, args=(2, str(tmp_path), options), nprocs=2)
+    alone = network()
+    train(alone, 0, 1)
+    expected = alone.state_dict()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+        assert list(found) == list(expected)
+        for key, want in expected.items():
+            torch.testing.assert_close(found[key], want, msg=lambda text, key=key: f"{key}: {text}")

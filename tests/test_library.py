@@ -1,0 +1,198 @@
+"""The package's words when its native part cannot serve: each case runs in its own process, on a copy of the
+package whose _build_info.json was tampered with, so that the state of this process can hide nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchconv_native import _library
+
+PACKAGE = Path(_library.__file__).resolve().parent
+RELEASE = ".".join(torch.__version__.split(".")[:2])
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+INSTALL_FROM_SOURCE = (
+    f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps "
+    "PATH_OF_THE_PATCHCONV_NATIVE_SOURCES"
+)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package alone, as an installation has it: no setup.py beside it."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "patchconv_native", ignore=ignore)
+    return tmp_path
+
+
+def tamper(folder: Path, **changes: Any) -> dict[str, Any]:
+    path = folder / "patchconv_native" / "_build_info.json"
+    info = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(info))
+    return info
+
+
+def run(folder: Path, code: str = "import patchconv_native") -> subprocess.CompletedProcess[str]:
+    # -I would drop the folder from the path, so it is put there explicitly.
+    code = f"import sys; sys.path.insert(0, {str(folder)!r}); {code}"
+    return subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=folder)
+
+
+def error(folder: Path) -> tuple[str, str]:
+    """The type and the text of the error that importing the package raises."""
+    code = (
+        "import json\ntry:\n import patchconv_native\n"
+        "except ImportError as e:\n print(json.dumps([type(e).__name__, str(e)]))"
+    )
+    result = run(folder, f"exec({code!r})")
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+    name, text = json.loads(result.stdout)
+    return name, text
+
+
+def test_an_intact_copy_loads(copy: Path) -> None:
+    code = (
+        "import patchconv_native as p, torch; x = torch.ones(1, 1, 4, 4); "
+        "print(p.__file__, torch.ops.patchconv.conv2d(x, x, None, [1, 1], [0, 0], [1, 1], 1).item())"
+    )
+    result = run(copy, code)
+    assert result.stdout.split() == [str(copy / "patchconv_native" / "__init__.py"), "16.0"], result.stderr
+
+
+def test_another_torch(copy: Path) -> None:
+    info = tamper(copy, torch="1.7.3")
+    assert error(copy) == (
+        "BuildMismatchError",
+        f"patchconv_native {info['version']} was built for torch 1.7.*, but found torch {torch.__version__}. "
+        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}\n"
+        f'or install the torch it was built for with\n  {sys.executable} -m pip install "torch==1.7.*"',
+    )
+
+
+def test_another_patch_release_is_fine(copy: Path) -> None:
+    tamper(copy, torch=f"{RELEASE}.99")
+    assert run(copy).returncode == 0
+
+
+def test_another_cuda(copy: Path) -> None:
+    info = tamper(copy, cuda="99.1")
+    name, text = error(copy)
+    found = torch.version.cuda or "none (this torch is CPU-only)"
+    assert name == "BuildMismatchError"
+    assert text == (
+        f"patchconv_native {info['version']} was built for CUDA 99.1, but found CUDA {found}. "
+        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}"
+    )
+
+
+def test_a_cpu_only_build_serves_every_torch_of_its_release(copy: Path) -> None:
+    tamper(copy, cuda=None, archs=None)
+    assert run(copy).returncode == 0
+
+
+def test_another_minor_of_cuda_is_fine(copy: Path) -> None:
+    if torch.version.cuda is None:
+        pytest.skip("this torch has no CUDA")
+    tamper(copy, cuda=torch.version.cuda.split(".")[0] + ".99")
+    assert run(copy).returncode == 0
+
+
+def test_another_python(copy: Path) -> None:
+    info = tamper(copy, python="2.7")
+    assert error(copy) == (
+        "BuildMismatchError",
+        f"patchconv_native {info['version']} was built for Python 2.7, but found Python {PYTHON}. "
+        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}",
+    )
+
+
+def test_everything_that_differs_is_named(copy: Path) -> None:
+    tamper(copy, torch="1.7.3", python="2.7")
+    text = error(copy)[1]
+    assert f"built for torch 1.7.*, Python 2.7, but found torch {torch.__version__}, Python {PYTHON}" in text
+    assert "or install the torch" not in text  # it would not help
+
+
+def test_never_built(copy: Path) -> None:
+    info = copy / "patchconv_native" / "_build_info.json"
+    info.unlink()
+    assert error(copy) == (
+        "NotBuiltError",
+        f"the native part of patchconv_native was never built (there is no {info}). "
+        f"Build it with\n  {INSTALL_FROM_SOURCE}",
+    )
+
+
+def test_never_built_in_a_source_tree(copy: Path) -> None:
+    (copy / "patchconv_native" / "_build_info.json").unlink()
+    (copy / "csrc").mkdir()
+    (copy / "csrc" / "sources.txt").touch()
+    (copy / "setup.py").touch()
+    name, text = error(copy)
+    assert name == "NotBuiltError"
+    assert text.endswith(f"Build it with\n  cd {copy} && {sys.executable} setup.py build_ext --inplace")
+
+
+def test_library_missing(copy: Path) -> None:
+    for library in (copy / "patchconv_native").glob("_C*.so"):
+        library.unlink()
+    name, text = error(copy)
+    assert name == "NotBuiltError"
+    assert "is missing (there is no patchconv_native._C in " in text and INSTALL_FROM_SOURCE in text
+
+
+def test_library_that_does_not_load(copy: Path) -> None:
+    """A library of another build behind a description that matches: the loader's own words are kept."""
+    for library in (copy / "patchconv_native").glob("_C*.so"):
+        library.write_bytes(b"\x7fELF")
+    info = tamper(copy)
+    name, text = error(copy)
+    assert name == "BuildMismatchError"
+    assert f"was built for torch {info['torch']} (" in text
+    assert f"but does not load with torch {torch.__version__} (" in text
+    assert "file too short" in text and INSTALL_FROM_SOURCE in text
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "JSONDecodeError: Expecting value"),
+        ("[]", "TypeError: list indices must be integers"),
+        ("{}", "KeyError: 'version'"),
+        (
+            '{"version": "1", "torch": null, "cuda": null, "archs": null, "python": "3", "compiler": ""}',
+            "TypeError: torch is None",
+        ),
+    ],
+)
+def test_damaged_description(copy: Path, content: str, problem: str) -> None:
+    info = copy / "patchconv_native" / "_build_info.json"
+    info.write_text(content)
+    name, text = error(copy)
+    assert name == "NotBuiltError"
+    assert f"cannot be identified ({info} is damaged: {problem}" in text and INSTALL_FROM_SOURCE in text
+
+
+def test_description_and_library_agree() -> None:
+    info = _library.build_info()
+    library = _library.load()
+    built = library.built_with()
+    assert library.version() == info["version"]
+    assert built["torch"].split("+")[0] == info["torch"]
+    assert (built["cuda"] is None) == (info["cuda"] is None) == (built["archs"] is None)
+    if info["cuda"]:
+        assert built["cuda"].split(".")[0] == info["cuda"].split(".")[0]
+        for arch in built["archs"].split(";"):
+            assert arch in info["archs"]
+
+
+def test_description_is_a_copy() -> None:
+    _library.build_info()["torch"] = "0.0"
+    assert _library.build_info()["torch"] != "0.0"
