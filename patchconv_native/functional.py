@@ -64,7 +64,11 @@ def conv(
             _list(splits),
         )  # fmt: skip
     op = (_ops.conv1d, _ops.conv2d, _ops.conv3d)[dims - 1]
-    return op(input, weight, bias, stride, padding, dilation, groups, padding_mode=padding_mode, splits=splits)
+    # Lists, since a compiler may have made a number symbolic.
+    return op(
+        input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
+        padding_mode=padding_mode, splits=_list(splits),
+    )  # fmt: skip
 
 
 def conv_transpose(
@@ -86,7 +90,10 @@ def conv_transpose(
             _list(splits),
         )  # fmt: skip
     op = (_ops.conv_transpose1d, _ops.conv_transpose2d, _ops.conv_transpose3d)[dims - 1]
-    return op(input, weight, bias, stride, padding, output_padding, groups, dilation, splits=splits)
+    return op(
+        input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
+        splits=_list(splits),
+    )  # fmt: skip
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -15,17 +16,17 @@ from pathlib import Path
 import pytest
 import torch
 
-for name in ("numpy", "PIL", "matplotlib", "rich", "torchvision", "skimage"):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip("the extra 'demo' is not installed", allow_module_level=True)
+try:
+    for name in ("numpy", "PIL", "matplotlib", "rich", "skimage", "torchvision"):
+        importlib.import_module(name)
+except Exception as error:  # a torchvision beside another torch fails in ways of its own
+    pytest.skip(f"the demo's packages are not all usable here: {error}", allow_module_level=True)
 
-import multiprocessing  # noqa: E402
+import numpy as np
+from PIL import Image
 
-import numpy as np  # noqa: E402
-from PIL import Image  # noqa: E402
-
-from patchconv_native.demo import DemoError, figures, filters, measure, picture, stages  # noqa: E402
-from patchconv_native.demo.worker import OutOfMemory, Worker, WorkerError  # noqa: E402
+from patchconv_native.demo import DemoError, figures, filters, measure, picture, stages
+from patchconv_native.demo.worker import OutOfMemory, Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -389,19 +390,20 @@ def demo(out: Path, *words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 class TestWhole:
     def test_beside_stock(self, tmp_path: Path) -> None:
-        lines = demo(tmp_path, "--megapixels", "8")
+        lines = demo(tmp_path, "--megapixels", "4")
         printed = "\n".join(lines)
-        assert lines[0].startswith("Chelsea the cat, 451 x 300, enlarged 7.")
+        assert lines[0].startswith("Chelsea the cat, 451 x 300, enlarged 5.")
         stock = [line for line in lines if "stock PyTorch" in line]
         ours = [line for line in lines if "  patchconv_native " in line]
         assert len(stock) == len(ours) == 2
         for theirs, mine in zip(stock, ours, strict=True):
             result, workspace = sizes(mine)
             (stock_workspace,) = sizes(theirs)
-            assert result > 480 and workspace <= 96  # MiB: the promise
-            assert stock_workspace > 0.9 * result  # stock works on a reordered copy
+            assert result > 240 and workspace <= 96  # MiB: the promise
+            assert stock_workspace > 0.6 * result  # stock works on a reordered copy
             assert float(mine.split()[-1]) <= 2e-5  # the largest difference, of values up to 2
         assert len(re.findall(r"in \d+ tiles", printed)) == 2, "patchconv_native did not tile"
         assert printed.count("above the result where stock takes") == 2

@@ -31,23 +31,25 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// A ConvSpec that outlives its call. All its numbers travel as one list: a map entry each costs more than a small
-// convolution. `flags` are the caller's.
+// A ConvSpec that outlives its call. All its numbers travel as one list: a map entry each costs more than a
+// small convolution. `flags` are the caller's.
 struct OwnedSpec {
   static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
     PaddingMode mode = PaddingMode::kZeros;
     parse_padding_mode(spec.padding_mode, &mode);  // the forward call has checked it
-    std::vector<int64_t> numbers{spec.dims, spec.transposed, spec.groups, static_cast<int64_t>(mode), flags,
-                                 spec.splits.has_value()};
+    std::vector<int64_t> numbers{spec.dims, spec.transposed,        spec.groups, static_cast<int64_t>(mode),
+                                 flags,     spec.splits.has_value()};
     numbers.reserve(32);
-    for (const at::IntArrayRef list : {spec.stride, spec.padding, spec.output_padding, spec.dilation,
-                                       spec.splits.has_value() ? at::IntArrayRef(*spec.splits) : at::IntArrayRef()}) {
+    for (const at::IntArrayRef list :
+         {spec.stride, spec.padding, spec.output_padding, spec.dilation,
+          spec.splits.has_value() ? at::IntArrayRef(*spec.splits) : at::IntArrayRef()}) {
       numbers.push_back(static_cast<int64_t>(list.size()));
       numbers.insert(numbers.end(), list.begin(), list.end());
     }
     ctx->saved_data["spec"] = std::move(numbers);
   }
-  explicit OwnedSpec(AutogradContext* ctx) : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
+  explicit OwnedSpec(AutogradContext* ctx)
+      : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
     size_t next = 6;
     auto list = [&] {
       const auto size = static_cast<size_t>(numbers[next]);
@@ -106,6 +108,7 @@ variable_list spread(const variable_list& present, const std::array<bool, 3>& ma
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const ConvSpec& spec) {
+    ctx->set_materialize_grads(false);
     const bool save_input = weight.requires_grad();
     const bool save_weight = input.requires_grad();
     ctx->save_for_backward({save_input ? input : Tensor(), save_weight ? weight : Tensor()});
@@ -122,10 +125,9 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     const OwnedSpec owned(ctx);
     const auto saved = ctx->get_saved_variables();
     const auto mask = wanted(ctx, {true, true, owned.flags != 0});
-    std::tie(result[0], result[1], result[2]) =
-        call_conv_backward(owned.spec, grads[0], optional(saved[0]), optional(saved[1]),
-                           saved_sizes(ctx, "input_size", saved[0]),
- saved_sizes(ctx, "weight_size", saved[1]), mask);
+    std::tie(result[0], result[1], result[2]) = call_conv_backward(
+        owned.spec, grads[0], optional(saved[0]), optional(saved[1]),
+        saved_sizes(ctx, "input_size", saved[0]), saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }
 };
@@ -142,6 +144,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
                                const OptionalTensor& weight, const ConvSpec& spec,
                                c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
                                std::array<bool, 3> mask) {
+    ctx->set_materialize_grads(false);
     const bool for_grad = grad_output.requires_grad();
     const bool save_input = for_grad && mask[1];
     const bool save_weight = for_grad && mask[0];
@@ -170,8 +173,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     const Tensor& grad_output = saved[0];
     const auto input_size = saved_sizes(ctx, "input_size", saved[1]);
     const auto weight_size = saved_sizes(ctx, "weight_size", saved[2]);
-    const auto want =
-        wanted(ctx, {true, flag(3), flag(4)});
+    const auto want = wanted(ctx, {true, flag(3), flag(4)});
     auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; };
     if (want[0]) {
       if (grads[0].defined()) add(result[0], call_conv(owned.spec, grads[0], saved[2], std::nullopt));

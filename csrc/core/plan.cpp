@@ -54,6 +54,78 @@ double halo_percent(const PlanRequest& request, const std::vector<int64_t>& piec
   return std::max(0.0, (ratio - 1) * 100);
 }
 
+// Cuts the dimensions from the first one on into the fewest pieces whose tiles take at most `target` bytes.
+// False if none do.
+bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_t>* pieces) {
+  for (size_t d = 0; d < pieces->size(); ++d) {
+    if (tile_bytes(request, *pieces) <= target) return true;
+    int64_t low = (*pieces)[d];
+    int64_t high = cut_extent(request.dims[d], request.grid, request.cut_padding).size();
+    while (low < high) {  // tile_bytes falls as the number of pieces grows
+      (*pieces)[d] = low + (high - low) / 2;
+      if (tile_bytes(request, *pieces) <= target) {
+        high = (*pieces)[d];
+      } else {
+        low = (*pieces)[d] + 1;
+      }
+    }
+    (*pieces)[d] = std::max((*pieces)[d], low);
+  }
+  return tile_bytes(request, *pieces) <= target;
+}
+
+// The same, but wide grids are cut into columns too where strips would be so low that they read mostly halo.
+bool cut(const PlanRequest& request, int64_t target, std::vector<int64_t>* pieces) {
+  constexpr int64_t kShortestRow = 128;  // elements; shorter runs of memory copy slowly
+  constexpr double kWorthwhile = 0.7;
+  const std::vector<int64_t> start = *pieces;
+  if (!cut_in_order(request, target, pieces)) return false;
+  double least = halo_percent(request, *pieces);
+  const int64_t columns = cut_extent(request.dims.back(), request.grid, request.cut_padding).size();
+  for (int64_t c = 2; request.copies && least > 10 && columns / c >= kShortestRow; c *= 2) {
+    std::vector<int64_t> candidate = start;
+    candidate.back() = c;
+    if (!cut_in_order(request, target, &candidate)) continue;
+    const double halo = halo_percent(request, candidate);
+    if (halo < kWorthwhile * least) {
+      least = halo;
+      *pieces = candidate;
+    }
+  }
+  return true;
+}
+
+// Whole images where they fit, else pieces of single ones, with as many tiles in flight as there are threads
+// if these fit together, else one.
+void cut_automatically(const PlanRequest& request, TilePlan* plan) {
+  const std::vector<int64_t> whole(plan->pieces.size(), 1);
+  for (const int64_t flight : {request.threads, int64_t{1}}) {
+    // What every tile costs whatever its size (layouts of the weight) must leave most of the limit to the
+    // tiles; where a single one takes more, the tile is still not cut to pieces for it.
+    const int64_t fixed = flight * request.cost.fixed_bytes;
+    if (flight > 1 && fixed > request.limit / 4) continue;
+    int64_t budget = std::max(request.limit - fixed, request.limit / 4);
+    if (request.preferred_bytes > 0) budget = std::min(budget, request.preferred_bytes);
+    const int64_t target = budget / flight;
+    const int64_t image = std::max<int64_t>(1, tile_bytes(request, whole));
+    plan->in_flight = flight;
+    plan->pieces = whole;
+    plan->batch_step = 1;
+    if (image <= target && (request.batch >= flight || !request.splits.empty())) {
+      plan->batch_step = std::clamp<int64_t>(target / image, 1, (request.batch + flight - 1) / flight);
+      return;
+    }
+    if (!request.splits.empty()) continue;
+    if (request.batch < flight && image <= target) {
+      // Few small images: enough pieces for every thread.
+      const int64_t rows = cut_extent(request.dims[0], request.grid, request.cut_padding).size();
+      plan->pieces[0] = std::min(rows, (flight + request.batch - 1) / request.batch);
+      return;
+    }
+    if (cut(request, target, &plan->pieces)) return;
+  }
+}
+
 }  // namespace
 
 Range cut_extent(const ConvDim& dim, CutGrid grid, bool cut_padding) {
@@ -103,30 +175,13 @@ TilePlan make_plan(const PlanRequest& request) {
     } else {
       plan.reason = request.whole_bytes <= request.limit ? PlanReason::kFaster : PlanReason::kTooLarge;
     }
-    const int64_t target =
-        request.preferred_bytes > 0 ? std::min(request.limit, request.preferred_bytes) : request.limit;
-    const int64_t image = tile_bytes(request, plan.pieces);
-    if (image <= target || !request.splits.empty()) {
-      plan.batch_step = std::clamp<int64_t>(image > 0 ? target / image : request.batch, 1, request.batch);
-    } else {
-      plan.batch_step = 1;
-      for (size_t d = 0; d < count && tile_bytes(request, plan.pieces) > target; ++d) {
-        // The fewest pieces that fit: tile_bytes falls as the number of pieces grows.
-        int64_t low = 1;
-        int64_t high = extent[d];
-        while (low < high) {
-          plan.pieces[d] = low + (high - low) / 2;
-          if (tile_bytes(request, plan.pieces) <= target) {
-            high = plan.pieces[d];
-          } else {
-            low = plan.pieces[d] + 1;
-          }
-        }
-        plan.pieces[d] = low;
-      }
-    }
+    cut_automatically(request, &plan);
   }
-  plan.tile_bytes = plan.batch_step * tile_bytes(request, plan.pieces);
+  const int64_t tile = plan.batch_step * tile_bytes(request, plan.pieces) + request.cost.fixed_bytes;
+  if (asked) plan.in_flight = request.threads * tile <= request.limit ? request.threads : 1;
+  const int64_t tiles = (request.batch + plan.batch_step - 1) / plan.batch_step * plan.tiles_per_image();
+  plan.in_flight = std::min(plan.in_flight, tiles);
+  plan.tile_bytes = plan.in_flight * tile;
   plan.halo_percent = halo_percent(request, plan.pieces);
   return plan;
 }
@@ -146,7 +201,8 @@ std::string TilePlan::explanation(int64_t limit) const {
           "the padding is made by the geometry, tile by tile, in place of a padded copy of the whole input";
       break;
     case PlanReason::kFaster:
-      text = "one call would fit, but stock is slow with padding this wide: tiles bring their padding with them";
+      text =
+          "one call would fit, but stock is slow with padding this wide: tiles bring their padding with them";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +

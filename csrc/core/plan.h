@@ -17,11 +17,12 @@ namespace patchconv {
 // Which grid the tiles partition.
 enum class CutGrid { kSmall, kBig };
 
-// Transient bytes of one image's tile, per coordinate of each grid. Zero where a tile is a view of its
-// tensor.
+// Transient bytes of a tile: per image and coordinate of each grid (zero where a tile is a view of its
+// tensor), and once for every tile in flight.
 struct TileCost {
   int64_t big_bytes = 0;
   int64_t small_bytes = 0;
+  int64_t fixed_bytes = 0;
 };
 
 enum class PlanReason {
@@ -36,7 +37,8 @@ struct TilePlan {
   bool tiled = false;           // false: one call of the stock operator
   int64_t batch_step = 0;       // images a tile
   std::vector<int64_t> pieces;  // per spatial dimension
-  int64_t tile_bytes = 0;       // transient memory of the largest tile, estimated
+  int64_t in_flight = 1;        // tiles computed at the same time
+  int64_t tile_bytes = 0;       // transient memory of the tiles in flight, estimated
   int64_t whole_bytes = 0;      // transient memory of one call for everything, estimated
   double halo_percent = 0;      // coordinates read more than once, in percent of the grid that is read
   PlanReason reason = PlanReason::kFits;
@@ -58,7 +60,9 @@ struct PlanRequest {
   bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
   std::vector<int64_t> splits;  // empty: automatic; else one entry a dimension, each at least 1
   int64_t limit = 0;            // bytes
-  int64_t preferred_bytes = 0;  // a tile much larger than this is slower (caches); 0: no preference
+  int64_t preferred_bytes = 0;  // more than this in flight is slower (caches); 0: no preference
+  bool copies = false;          // tiles are copies in any case, so that cutting columns costs nothing more
+  int64_t threads = 1;          // that may compute a tile each
 };
 
 TilePlan make_plan(const PlanRequest& request);

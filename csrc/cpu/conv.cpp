@@ -6,16 +6,21 @@
 // what else oneDNN does not serve, goes through a column buffer of C*R*S values an output pixel; half
 // precision that the processor cannot multiply is computed in float32. Accumulation is in float32, or float64
 // for float64.
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/native/ConvUtils.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mkldnn_convolution.h>
+
+#include <omp.h>
 
 #include <algorithm>
 
 #include "cpu/half_support.h"
 #include "cpu/tile_copy.h"
+#include "cpu/weight_gradient.h"
 #include "ops/conv_rooms.h"
-#include "tiled/conv.h"
+#include "tiled/passes.h"
 
 namespace patchconv {
 
@@ -37,8 +42,8 @@ int64_t volume(const std::vector<int64_t>& sizes) {
 
 bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
 
-// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the sizes, the
-// padding counted as part of the grid.
+// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the
+// sizes, the padding counted as part of the grid.
 bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) {
   const bool transposed = pass == ConvPass::kBig;
   const auto spread = [&](const std::vector<int64_t>& sizes) { return at::empty({1}, dtype).expand(sizes); };
@@ -51,10 +56,24 @@ bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType 
   }
   const std::vector<c10::SymInt> zeros(problem.dims.size(), 0);
   const auto backend = at::native::select_conv_backend(
-      spread(transposed ? problem.small_sizes(1) : big), spread(problem.weight_sizes()), std::nullopt, stride, zeros,
-      dilation, transposed, zeros, problem.groups, std::nullopt);
+      spread(transposed ? problem.small_sizes(1) : big), spread(problem.weight_sizes()), std::nullopt, stride,
+      zeros, dilation, transposed, zeros, problem.groups, std::nullopt);
   return backend == at::native::ConvBackend::Mkldnn || backend == at::native::ConvBackend::MkldnnTranspose;
 }
+
+// Whether oneDNN computes a tile of this dtype: stock's own choice among libraries also looks at sizes and
+// threads, and would take a column buffer for small tiles.
+bool computed_by_onednn(at::ScalarType dtype) {
+  return at::hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
+         (dtype == at::kFloat || (dtype != at::kDouble && multiplies_half(dtype)));
+}
+
+// oneDNN prepares a primitive for omp_get_max_threads() threads and expects as many when it runs. Within a
+// parallel region only one runs, so only one may be promised. The setting is the region's own and ends with
+// it.
+struct SerialWithin {
+  SerialWithin() { omp_set_num_threads(1); }
+};
 
 class CpuEngine : public ConvEngine {
  public:
@@ -79,25 +98,60 @@ class CpuEngine : public ConvEngine {
     // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
     const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
     style.dtype = half && (pass == ConvPass::kWeight || !multiplies_half(dtype)) ? at::kFloat : dtype;
-    const bool onednn = served_by_onednn(problem, pass, style.dtype);
-    if (onednn && pass != ConvPass::kWeight) {
+    const bool products = pass == ConvPass::kWeight && weight_gradient_by_products(problem);
+    const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
+                                                 : !products && served_by_onednn(problem, pass, style.dtype);
+    if (products || (onednn && pass != ConvPass::kWeight)) {
       style.format =
           problem.dims.size() == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
     }
     const auto element = static_cast<int64_t>(c10::elementSize(style.dtype));
     style.cost.big_bytes = problem.big_channels * element;
     style.cost.small_bytes = problem.small_channels * element;
-    if (!onednn) {
+    // Each call turns the weight to its own layout; weight gradients have a sum a thread, and stock's a part
+    // a call.
+    style.cost.fixed_bytes =
+        volume(problem.weight_sizes()) * element * (pass == ConvPass::kWeight && !products ? 3 : 1);
+    if (!onednn && !products) {
       style.cost.small_bytes += problem.big_channels / problem.groups * problem.kernel_volume() * element;
-    } else if (pass == ConvPass::kWeight) {
+    } else if (pass == ConvPass::kWeight && !products) {
       // oneDNN reorders both tiles.
       style.cost.big_bytes *= 2;
       style.cost.small_bytes *= 2;
     }
     style.preferred_bytes = kPreferredBytes;
-    style.max_padding = kMaxPadding;
+    style.copies = pass != ConvPass::kWeight;  // products of whole rows are longer
+    style.max_padding = products ? -1 : kMaxPadding;
+    // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
+    // all.
+    const bool own_way = products || (onednn && pass == ConvPass::kSmall);
+    style.threads = own_way && !at::in_parallel_region() ? at::get_num_threads() : 1;
     return style;
   }
+
+  void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const override {
+    if (count == 1) return range(0, 1);
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      const SerialWithin serial;
+      range(begin, end);
+    });
+  }
+
+  Tensor convolve(const Tensor& tile, const Tensor& weight, const std::optional<Tensor>& bias,
+                  const ConvProblem& problem, at::IntArrayRef padding) const override {
+    if (!computed_by_onednn(tile.scalar_type()))
+      return ConvEngine::convolve(tile, weight, bias, problem, padding);
+    return at::mkldnn_convolution(tile, weight, bias, padding, values(problem, &ConvDim::stride),
+                                  values(problem, &ConvDim::dilation), problem.groups);
+  }
+
+  void correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem, at::IntArrayRef padding,
+                 const Tensor& sum) const override {
+    if (weight_gradient_by_products(problem)) return add_weight_gradient(big, small, problem, sum);
+    ConvEngine::correlate(big, small, problem, padding, sum);
+  }
+
+  bool prefers_convolution() const override { return true; }
 
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&

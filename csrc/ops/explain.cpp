@@ -1,7 +1,7 @@
 #include "ops/explain.h"
 
 #include "core/settings.h"
-#include "tiled/conv.h"
+#include "tiled/passes.h"
 
 namespace patchconv {
 
@@ -43,7 +43,7 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   const auto format = !q.channels_last || dims == 1 ? at::MemoryFormat::Contiguous
                       : dims == 2                   ? at::MemoryFormat::ChannelsLast
                                                     : at::MemoryFormat::ChannelsLast3d;
-  result.plan = plan_conv(*engine, problem, pass, dtype_of(q.dtype), format, /*copied_bytes=*/0);
+  result.plan = find_route(*engine, problem, pass, dtype_of(q.dtype), format, /*copied_bytes=*/0).plan;
   result.tiles.assign(result.plan.pieces.begin() + (problem.lifted ? 1 : 0), result.plan.pieces.end());
   result.reason = result.plan.explanation(workspace_limit());
   return result;

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <string>
@@ -39,6 +40,7 @@ struct ConvProblem {
   PaddingMode mode = PaddingMode::kZeros;
   std::vector<ConvDim> dims;
   std::vector<int64_t> splits;  // empty: automatic
+  bool tiles_only = false;      // not to be handed to stock in one call
 
   bool stock_serves() const;  // in one call without a padded copy: zero padding, the same before and after
   std::vector<int64_t> big_sizes(int64_t batch_size) const;
@@ -56,6 +58,8 @@ struct TileStyle {
   at::MemoryFormat format = at::MemoryFormat::Contiguous;
   TileCost cost;
   int64_t preferred_bytes = 0;
+  bool copies = false;                                        // see PlanRequest
+  int64_t threads = 1;                                        // that may compute a tile each
   int64_t max_padding = std::numeric_limits<int64_t>::max();  // wider zero padding is copied into the tile
 };
 
@@ -66,6 +70,7 @@ struct Region {
   std::vector<Range> ranges;
 
   std::vector<int64_t> sizes(int64_t channels) const;
+  at::Tensor view(const at::Tensor& tensor) const;  // of a region that lies inside
 };
 
 // What a device brings to the loop. The base class does everything with stock operators on any device.
@@ -78,6 +83,9 @@ class ConvEngine {
                               at::MemoryFormat format) const = 0;
   virtual TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const = 0;
 
+  // A loop over [0, count) by as many threads, each serial within.
+  virtual void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const;
+
   // Whether tiles are known to be much faster than a stock call that fits.
   virtual bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
 
@@ -89,10 +97,18 @@ class ConvEngine {
   // Adds a tile to `target`, each padding coordinate to the one it was taken from.
   virtual void fold(const at::Tensor& tile, const Region& region, PaddingMode mode,
                     const at::Tensor& target) const;
-  // Computes a forward tile straight into a view of the result; false where this is not possible.
+  // Computes a tile of the small grid straight into a view of the result; false where this is not possible.
   virtual bool convolve_into(const at::Tensor& tile, const at::Tensor& weight,
                              const std::optional<at::Tensor>& bias, const ConvProblem& problem,
                              at::IntArrayRef padding, const at::Tensor& target) const;
+  virtual at::Tensor convolve(const at::Tensor& tile, const at::Tensor& weight,
+                              const std::optional<at::Tensor>& bias, const ConvProblem& problem,
+                              at::IntArrayRef padding) const;
+  // Adds a pair of tiles' weight gradient to `sum`.
+  virtual void correlate(const at::Tensor& big, const at::Tensor& small, const ConvProblem& problem,
+                         at::IntArrayRef padding, const at::Tensor& sum) const;
+  // Whether a transposed convolution of stride 1 is better computed as a convolution.
+  virtual bool prefers_convolution() const;
 };
 
 // Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.
@@ -105,6 +121,10 @@ struct RegisterEngine {
 // on dense copies of tensors that are not dense.
 TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                    at::MemoryFormat format, int64_t copied_bytes);
+
+// Stock's weight gradient without its weight.
+at::Tensor stock_weight_gradient(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                                 at::IntArrayRef padding);
 
 // Whole operators: tensors as the dispatcher hands them over (unbatched, 1-D, any strides).
 at::Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& input,

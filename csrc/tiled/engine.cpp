@@ -1,5 +1,8 @@
 // Problems, plans, and the loads and stores of tiles made of stock operators, which serve any device.
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
@@ -9,15 +12,23 @@
 #include <string>
 
 #include "tiled/conv.h"
+#include "tiled/passes.h"
 
 namespace patchconv {
 
 using at::Tensor;
 using c10::irange;
 
+Tensor Region::view(const Tensor& tensor) const {
+  Tensor part = tensor.narrow(0, batch.begin, batch.size());
+  for (const auto d : irange(ranges.size())) part = part.narrow(2 + d, ranges[d].begin, ranges[d].size());
+  return part;
+}
+
 bool ConvProblem::stock_serves() const {
   // An output padding of a stride or more makes stock's convolution find more outputs than there were inputs.
-  return mode == PaddingMode::kZeros && std::all_of(dims.begin(), dims.end(), [](const ConvDim& d) {
+  return !tiles_only && mode == PaddingMode::kZeros &&
+         std::all_of(dims.begin(), dims.end(), [](const ConvDim& d) {
            return d.pad_before == d.pad_after && d.small == d.small_size();
          });
 }
@@ -87,6 +98,10 @@ std::vector<int64_t> Region::sizes(int64_t channels) const {
   return sizes;
 }
 
+void ConvEngine::parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const {
+  range(0, count);
+}
+
 bool ConvEngine::stock_is_slow(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
 
 Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode mode,
@@ -119,20 +134,8 @@ Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode 
       .contiguous(style.format);
 }
 
-namespace {
-
-Tensor view_of(const Tensor& target, const Region& region) {
-  Tensor view = target.narrow(0, region.batch.begin, region.batch.size());
-  for (const auto d : irange(region.ranges.size())) {
-    view = view.narrow(2 + d, region.ranges[d].begin, region.ranges[d].size());
-  }
-  return view;
-}
-
-}  // namespace
-
 void ConvEngine::store(const Tensor& tile, const Region& region, const Tensor& target) const {
-  view_of(target, region).copy_(tile);
+  region.view(target).copy_(tile);
 }
 
 void ConvEngine::fold(const Tensor& tile, const Region& region, PaddingMode mode,
@@ -151,12 +154,38 @@ void ConvEngine::fold(const Tensor& tile, const Region& region, PaddingMode mode
                  .index_add_(2 + d, at::tensor(indices, at::kLong).to(target.device()), folded);
     inside.ranges[d] = {0, size};
   }
-  view_of(target, inside).add_(folded);
+  inside.view(target).add_(folded);
 }
 
 bool ConvEngine::convolve_into(const Tensor&, const Tensor&, const std::optional<Tensor>&, const ConvProblem&,
                                at::IntArrayRef, const Tensor&) const {
   return false;
+}
+
+Tensor ConvEngine::convolve(const Tensor& tile, const Tensor& weight, const std::optional<Tensor>& bias,
+                            const ConvProblem& problem, at::IntArrayRef padding) const {
+  return at::convolution(tile, weight, bias, values(problem, &ConvDim::stride), padding,
+                         values(problem, &ConvDim::dilation), /*transposed=*/false,
+                         std::vector<int64_t>(problem.dims.size(), 0), problem.groups);
+}
+
+void ConvEngine::correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem,
+                           at::IntArrayRef padding, const Tensor& sum) const {
+  sum.add_(stock_weight_gradient(problem, big, small, padding));
+}
+
+bool ConvEngine::prefers_convolution() const { return false; }
+
+// Stock computes a weight gradient only in company of a weight. Its values are not read, so one element
+// stands for all of them on devices that leave it alone, and the copy that others make is as small as the
+// result.
+Tensor stock_weight_gradient(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                             at::IntArrayRef padding) {
+  const Tensor stand_in = at::empty({1}, big.options()).expand(problem.weight_sizes());
+  return std::get<1>(at::convolution_backward(
+      small, big, stand_in, at::OptionalIntArrayRef(), values(problem, &ConvDim::stride), padding,
+      values(problem, &ConvDim::dilation), /*transposed=*/false, std::vector<int64_t>(problem.dims.size(), 0),
+      problem.groups, {false, true, false}));
 }
 
 namespace {
@@ -194,6 +223,10 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
     const TileStyle style = engine.tile_style(problem, pass, dtype);
     request.cost = style.cost;
     request.preferred_bytes = style.preferred_bytes;
+    request.copies = style.copies;
+    // Tiles that are folded onto each other take turns.
+    const bool folding = pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros;
+    request.threads = folding ? 1 : style.threads;
   }
   return make_plan(request);
 }

@@ -28,7 +28,7 @@ from .worker import Outcome
 DARK, LIGHT, DIM = "#0c0e13", "#eceff4", "#9aa3b2"
 STOCK, OURS, FLOOR = "#d1495b", "#00798c", "#6b7280"
 GIB = 2**30
-ZOOM = 0.2  # the window's share of the picture's width and height
+ZOOM = 0.2  # the window's share of the picture's width
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,13 @@ def colours(direction: np.ndarray, brightness: np.ndarray) -> np.ndarray:
 
 def render(view: Orientation, strong: float) -> np.ndarray:
     """An orientation as a picture: lines of strength `strong` are bright, none so bright as to be flat."""
-    brightness = 1 - np.exp(-1.7 * (view.strength() / max(strong, 1e-12)) ** 0.8)
+    brightness = 1 - np.exp(-2 * view.strength() / max(strong, 1e-12))
     return colours(view.direction(), brightness)
+
+
+def _shape(photo: Photo) -> float:
+    """Height over width of the small pictures: the photograph's own, unless that is extreme."""
+    return min(max(photo.size[0] / photo.size[1], 0.5), 1.2)
 
 
 def choose_window(photo: Photo, whole: Orientation, step: int) -> tuple[int, int, int, int]:
@@ -75,7 +80,8 @@ def choose_window(photo: Photo, whole: Orientation, step: int) -> tuple[int, int
     there, the orientations themselves to little.
     """
     cell = 4 * step
-    height, width = (max(1, int(side * ZOOM) // cell) for side in photo.size)
+    width = max(1, round(photo.size[1] * ZOOM / cell))
+    height = max(1, min(round(width * _shape(photo)), photo.size[0] // cell))
     if photo.focus is None:
         vectors = torch.from_numpy(np.stack([whole.real, whole.imag]))[None]
         vectors = vectors / torch.hypot(vectors[:, :1], vectors[:, 1:]).clamp(min=1e-12).sqrt()
@@ -93,12 +99,12 @@ def choose_window(photo: Photo, whole: Orientation, step: int) -> tuple[int, int
 
 def draw_demo(file: Path, photo: Photo, views: Views, results: list[StageResult]) -> None:
     """Writes demo.png: the directions of the whole picture; below it the photograph, a window, the bank."""
-    strong = float(np.quantile(views.whole.strength(), 0.98))
+    strong = float(np.quantile(views.whole.strength(), 0.99))
     top, left, height, width = views.place
     aspect = photo.size[0] / photo.size[1]
     across, gap, head, foot = 14.0, 0.14, 0.98, 0.4
     tile = (across - 5 * gap) / 4
-    main, row = across * min(aspect, 1.1), tile * min(aspect, 1.0)
+    main, row = across * min(aspect, 1.1), tile * min(_shape(photo), 1.0)
     total = head + main + gap + row + foot
     figure = Figure(figsize=(across, total), dpi=144, facecolor=DARK)
 

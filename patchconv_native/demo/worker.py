@@ -7,6 +7,7 @@ other's in strips, to be compared without either being held twice.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import signal
 import traceback
@@ -62,6 +63,7 @@ class _Job:
     ):
         self._stage, self._converted, self._device = stage, converted, device
         self._peer, self._watch = peer, watch
+        self._module = stage.module().to(device)  # now, while nothing is measured: it imports torchvision
         self._result = torch.empty(0)
 
     def available(self) -> int:
@@ -72,13 +74,12 @@ class _Job:
         """Runs the stage once under measurement and keeps the result."""
         import patchconv_native as pc
 
-        module = self._stage.module().to(self._device)
+        module = self._module
         if self._converted:
-            module = pc.convert(module)
+            module = pc.convert(copy.deepcopy(module))
         with torch.no_grad():
-            module(
-                torch.zeros(1, self._stage.channels, 256, 256, device=self._device)
-            )  # loads the kernels' libraries
+            # A first call on little loads the kernels' libraries, which are not the convolution's memory.
+            module(torch.zeros(1, self._stage.channels, 256, 256, device=self._device))
             input = self._stage.input(self._device)
             repeats = REPEATS[self._device]
             result, measured = measure(partial(module, input), meter_for(self._device), repeats, self._watch)
@@ -104,10 +105,9 @@ class _Job:
 
     def compare_bands(self) -> Difference:
         """Compares bands of the result with stock's, computed here from the rows they depend on."""
-        module = self._stage.module().to(self._device)
         with torch.no_grad():
             input = self._stage.input(self._device)
-            bands = stock_bands(module, input, self._result.shape[2])
+            bands = stock_bands(self._module, input, self._result.shape[2])
         largest, rows = 0.0, 0
         for top, values in bands:
             part = self._result[:, :, top : top + values.shape[2]]
@@ -151,6 +151,7 @@ def _path(taken: dict[str, Any]) -> str:
 def _serve(commands: Connection, peer: Connection, stage: Stage, converted: bool, device: str) -> None:
     """The worker's process: answers commands until the pipe closes. Answers are (kind, value)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the demo, which closes the pipe
+    torch.backends.cudnn.allow_tf32 = False  # float32 is meant, and differences are looked at
     job = _Job(stage, converted, device, peer, lambda used: commands.send(("using", used)))
     while True:
         try:

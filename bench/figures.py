@@ -1,0 +1,227 @@
+"""The figures of results files, by matplotlib (imported here when something is drawn, and nowhere else)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .measure import GIB
+
+COLOURS = {"stock": "#8d99a6", "patch_conv": "#e0a030", "ours": "#1f6fb4"}
+FLOOR = "#222222"
+DPI = 130
+PASS_TITLES = {"fprop": "forward", "dgrad": "gradient of the input", "wgrad": "gradient of the weight"}
+PASS_TITLES["backward"] = "whole backward"
+
+
+def draw(data: dict[str, Any], path: Path) -> Path | None:
+    """The figure of a results file, at `path`; None for a kind that has none, or while there is no data."""
+    makers = {"conv_memory": conv_memory, "conv_speed": conv_speed, "padding": padding, "gpu": gpu}
+    maker = makers.get(data["bench"])
+    figure = maker(data) if maker else None
+    if figure is None:
+        return None
+    figure.savefig(path, dpi=DPI, bbox_inches="tight", facecolor="white")
+    return path
+
+
+def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    # Without pyplot: no window system, and nothing kept open.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _foot(figure: Any, data: dict[str, Any]) -> None:
+    info = data["hardware"]
+    what = info.get("gpu") or f"{info['cpu']}, {info['threads']} threads, {info['isa']}"
+    text = f"{what}; torch {info['torch']}; {data['date']}"
+    if data["size"] != "full":
+        text += f"; size {data['size']}: a trial, not a measurement"
+    figure.supxlabel(text, fontsize=7, color="#666666")
+
+
+def _bare(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def conv_memory(data: dict[str, Any]) -> Any:
+    """Bars of all memory in use at the peak; across them the floor: input, weight and result."""
+    rows = [row for row in data["rows"] if "workspace" in row]
+    if not rows:
+        return None
+    passes = [p for p in PASS_TITLES if any(row["pass"] == p for row in rows)]
+    groups = list(dict.fromkeys((row["name"], row["layout"]) for row in rows))
+    figure, axes = _figure(1, len(passes), 2.6 + 3.6 * len(passes), 1.4 + 0.62 * len(groups))
+    for column, pass_ in enumerate(passes):
+        ax = axes[0][column]
+        for place, group in enumerate(groups):
+            mine = [r for r in rows if (r["name"], r["layout"]) == group and r["pass"] == pass_]
+            for offset, row in zip(
+                (-0.27, 0.0, 0.27),
+                sorted(mine, key=lambda row: list(COLOURS).index(row["implementation"])),
+                strict=False,
+            ):
+                # Every pass holds one tensor of the input's size and one of the output's.
+                floor = (row["input_bytes"] + row["output_bytes"]) / GIB
+                total = floor + row["workspace"] / GIB
+                ax.barh(place + offset, total, 0.25, color=COLOURS[row["implementation"]])
+                extra = row["workspace"] / 2**20
+                text = f"+{extra / 1024:.2f} GiB" if extra >= 1000 else f"+{extra:.0f} MiB"
+                ax.text(total, place + offset, f" {text}", va="center", fontsize=6.5)
+                ax.plot([floor, floor], [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
+        ax.set_title(PASS_TITLES[pass_], fontsize=9)
+        ax.set_yticks(
+            range(len(groups)), [f"{name}\n{layout}" for name, layout in groups] if column == 0 else []
+        )
+        ax.tick_params(labelsize=7)
+        ax.invert_yaxis()
+        ax.set_xlim(0, ax.get_xlim()[1] * 1.2)
+        ax.set_xlabel("GiB at the peak", fontsize=8)
+        _bare(ax)
+    _legend(
+        figure,
+        [side for side in COLOURS if any(r["implementation"] == side for r in rows)],
+        "floor: input + weight + result",
+    )
+    _foot(figure, data)
+    return figure
+
+
+def _legend(figure: Any, sides: list[str], floor: str | None) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=COLOURS[side], label=side) for side in sides]
+    if floor:
+        handles.append(Line2D([], [], color=FLOOR, lw=1.1, label=floor))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def conv_speed(data: dict[str, Any]) -> Any:
+    """Time in units of stock's: medians of the pairs, with the range of the pairs, and the target of each."""
+    passes = list(dict.fromkeys(row["pass"] for row in data["rows"]))
+    if not passes:
+        return None
+    groups = [
+        (r["name"], r["layout"], s) for r in data["rows"] if r["pass"] == passes[0] for s in r["targets"]
+    ]
+    figure, axes = _figure(1, len(passes), 2.8 + 2.6 * len(passes), 1.3 + 0.42 * len(groups))
+    for column, pass_ in enumerate(passes):
+        ax = axes[0][column]
+        for place, (name, layout, side) in enumerate(groups):
+            row = next(
+                (r for r in data["rows"] if (r["name"], r["layout"], r["pass"]) == (name, layout, pass_)),
+                None,
+            )
+            if row is None:
+                continue
+            ratio, target = row["ratio"][side], row["targets"][side]
+            reach = [[ratio["median"] - ratio["least"]], [ratio["most"] - ratio["median"]]]
+            ax.barh(place, ratio["median"], 0.6, color=COLOURS["ours"], alpha=1.0 if side == "ours" else 0.6)
+            ax.errorbar(ratio["median"], place, xerr=reach, color=FLOOR, lw=0.8, capsize=2)
+            ax.plot([target, target], [place - 0.42, place + 0.42], color="#c0392b", lw=1.4)
+            ax.text(0.02, place, f"{ratio['median']:.2f}", va="center", fontsize=7, color="white")
+        ax.axvline(1, color=COLOURS["stock"], lw=1, ls=":")
+        ax.set_title(PASS_TITLES[pass_], fontsize=9)
+        ax.set_yticks(range(len(groups)), [f"{n}\n{la}, {s}" for n, la, s in groups] if column == 0 else [])
+        ax.tick_params(labelsize=7)
+        ax.invert_yaxis()
+        ax.set_xlim(left=0)
+        ax.set_xlabel("time / stock's (red: target)", fontsize=8)
+        _bare(ax)
+    _foot(figure, data)
+    return figure
+
+
+def padding(data: dict[str, Any]) -> Any:
+    """A map a number of channels: how many times slower stock is, by kernel and columns of padding."""
+    rows = [row for row in data["rows"] if row["direction"] == "columns"]
+    if not rows:
+        return None
+    import matplotlib
+    from matplotlib.colors import LogNorm
+
+    channels = sorted({row["channels"] for row in rows})
+    kernels, widths = sorted({row["kernel"] for row in rows}), sorted({row["padding"] for row in rows})
+    most = max(10.0, max(row["stock_over_ours"]["median"] for row in rows))
+    figure, axes = _figure(
+        1, len(channels), 1.2 + 0.42 * len(widths) * len(channels), 1.6 + 0.36 * len(kernels)
+    )
+    image: Any = None
+    for ax, count in zip(axes[0], channels, strict=True):
+        cells = {
+            (r["kernel"], r["padding"]): r["stock_over_ours"]["median"]
+            for r in rows
+            if r["channels"] == count
+        }
+        values = [[cells.get((k, w), float("nan")) for w in widths] for k in kernels]
+        image = ax.imshow(
+            values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=LogNorm(1 / most, most), aspect="auto"
+        )
+        for y, line in enumerate(values):
+            for x, value in enumerate(line):
+                if value == value:
+                    dark = value > most**0.6
+                    text = f"{value:.0f}" if value >= 9.5 else f"{value:.1f}"
+                    ax.text(
+                        x, y, text, ha="center", va="center", fontsize=6, color="white" if dark else "black"
+                    )
+        ax.set_title(f"{count} channel{'s' if count > 1 else ''} to {data['outputs']}", fontsize=9)
+        ax.set_xticks(range(len(widths)), widths)
+        ax.set_yticks(range(len(kernels)), kernels)
+        ax.set_xlabel("columns of padding", fontsize=8)
+        ax.tick_params(labelsize=7)
+    axes[0][0].set_ylabel("kernel", fontsize=8)
+    bar = figure.colorbar(image, ax=axes[0], shrink=0.8)
+    bar.set_label("stock's time / ours", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    _foot(figure, data)
+    return figure
+
+
+def gpu(data: dict[str, Any]) -> Any:
+    """Memory at the peak and time of the forward pass, each case a group of bars."""
+    memory = [row for row in data.get("memory", []) if row["pass"] == "fprop"]
+    speed = [row for row in data.get("speed", []) if row["pass"] == "fprop"]
+    panels = [(rows, kind) for rows, kind in ((memory, "memory"), (speed, "speed")) if rows]
+    if not panels:
+        return None
+    longest = max(len({row["name"] for row in rows}) for rows, _ in panels)
+    figure, axes = _figure(1, len(panels), 7.5 * len(panels), 1.6 + 0.95 * longest)
+    for ax, (rows, kind) in zip(axes[0], panels, strict=True):
+        names = list(dict.fromkeys(row["name"] for row in rows))
+        variants = list(dict.fromkeys(row["variant"] for row in rows))
+        step = 0.84 / len(variants)
+        for place, name in enumerate(names):
+            for row in (r for r in rows if r["name"] == name):
+                floor = row["floor_bytes"] / GIB if kind == "memory" else row["floor_ms"]
+                at = place - 0.42 + step * (variants.index(row["variant"]) + 0.5)
+                colour = COLOURS[row["implementation"]]
+                if "error" in row:
+                    ax.text(
+                        0,
+                        at,
+                        f" {row['variant']}: {row['error'][:40]}",
+                        va="center",
+                        fontsize=5,
+                        color="#c0392b",
+                    )
+                    continue
+                value = floor + row["workspace"] / GIB if kind == "memory" else row["ms"]["median"]
+                ax.barh(at, value, step * 0.9, color=colour, alpha=1.0 if row["layout"] == "NCHW" else 0.65)
+                ax.text(value, at, f" {row['variant']} {value:.2f}", va="center", fontsize=5)
+                ax.plot([floor, floor], [place - 0.45, place + 0.45], color=FLOOR, lw=1)
+        ax.set_yticks(range(len(names)), names)
+        ax.tick_params(labelsize=7)
+        ax.invert_yaxis()
+        ax.set_xlim(0, ax.get_xlim()[1] * 1.15)
+        ax.set_xlabel("GiB at the peak" if kind == "memory" else "ms", fontsize=8)
+        _bare(ax)
+    _legend(figure, list(COLOURS), "floor (paler: channels_last)")
+    _foot(figure, data)
+    return figure

@@ -1,0 +1,218 @@
+"""The one command for a machine with a GPU: `python -m bench.gpu` (what `make gpu` runs), under 8 minutes.
+
+Parts, each in a process of its own, so that none can end the others:
+  tests      the test suite's CUDA half
+  correct    every operator and its gradients against float64, and more than 2^31 elements (bench.correct)
+  sanitizer  compute-sanitizer's memcheck over a few small cases, where the tool is on PATH
+  memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
+speed      times of the same `--only PART` runs one of them and keeps the others' earlier results. Results are
+written as they come, to bench/results/<device name>.json and .md. What there was no time for is named in the
+file. Without a GPU: one line, exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+
+from . import correct, gpu_measure, measure, report
+
+# Seconds of the total that a part may take; what one leaves, the last (speed) gets.
+SHARES = {"tests": 140.0, "correct": 50.0, "sanitizer": 45.0, "memory": 75.0, "speed": 150.0}
+NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
+GRACE = 20.0  # a part that has not ended this long after its time is ended
+
+
+class Run:
+    """The results file of one device, and the time that is left."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device, self.size = arguments.device, arguments.size
+        self.out = measure.folder(arguments)
+        self._end = time.perf_counter() + arguments.budget
+        name = torch.cuda.get_device_name(0) if self.device == "cuda" else "cpu"
+        self.name = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+        self.path = self.out / f"{self.name}.json"
+        self.data = measure.report_head("gpu", self.size, self.device)
+        if self.path.exists():
+            kept = json.loads(self.path.read_text())
+            if kept["hardware"] == self.data["hardware"]:
+                self.data = kept | self.data
+
+    def left(self) -> float:
+        return self._end - time.perf_counter()
+
+    def save(self) -> None:
+        measure.write_results(self.data, self.out, self.name)
+
+    def missing(self, part: str, names: list[str]) -> None:
+        earlier = [name for name in self.data.get("missing", []) if not name.startswith(part)]
+        self.data["missing"] = earlier + names
+
+
+def tests(run: Run) -> None:
+    """The tests whose device is CUDA. They find it by themselves."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--maxfail=20",
+        "-m",
+        "not large",
+        "-p",
+        "no:cacheprovider",
+    ]
+    if measure.installed("pytest-xdist"):
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    command += ["-k", "cuda"] if run.device == "cuda" else ["tests/test_reference.py"]
+    seconds = run.left()
+    output, code = _finished(command, seconds, os.environ | {"OMP_NUM_THREADS": "2"})
+    lines = output.splitlines() or ["no output"]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    summary = lines[-1].strip("= ")
+    if code is None:
+        reached = re.findall(r"\[ *(\d+)%\]", output)
+        summary = f"not finished in {seconds:.0f} s, reached {reached[-1] if reached else 0} %"
+    run.data["tests"] = {"passed": code == 0, "summary": summary, "failed": failed[:40]}
+    print("\n".join([*failed, f"tests: {summary}"]), flush=True)
+
+
+def correctness(run: Run) -> None:
+    large = run.device == "cuda" and torch.cuda.mem_get_info()[0] > 20 * measure.GIB
+    found = correct.run(run.device, few=run.size == "tiny", budget=run.left(), large=large)
+    run.data["correct"] = found
+    if found["checked"] < found["of"]:
+        run.missing("correct", [f"correct: {found['of'] - found['checked']} checks"])
+    head = f"correct: {found['checked']} checks of {found['of']}, {len(found['failures'])} failures"
+    print(
+        "\n".join([head + f", largest error {found['worst']:.3f} of its bound", *found["failures"]]),
+        flush=True,
+    )
+
+
+def sanitizer(run: Run) -> None:
+    tool = shutil.which("compute-sanitizer")
+    if tool is None or run.device != "cuda":
+        run.data["sanitizer"] = {"summary": "not run: compute-sanitizer is not on PATH"}
+    else:
+        # Without the caching allocator every tensor is an allocation of its own, whose bounds are then known.
+        settings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command = [
+            tool,
+            "--tool",
+            "memcheck",
+            "--error-exitcode",
+            "99",
+            sys.executable,
+            "-m",
+            "bench.correct",
+        ]
+        output, code = _finished([*command, "--device", "cuda", "--few"], run.left(), settings)
+        summary = next((line for line in output.splitlines() if "ERROR SUMMARY" in line), "no summary").strip(
+            "= "
+        )
+        if code is None:
+            summary = "not finished in time"
+        run.data["sanitizer"] = {"summary": summary, "exit": code, "output": output[-4000:] if code else ""}
+    print(f"sanitizer: {run.data['sanitizer']['summary']}", flush=True)
+
+
+def _measured(run: Run, part: str) -> None:
+    torch.backends.cudnn.benchmark = True
+    run.data["limits"] = limits = gpu_measure.device_limits(run.device)
+    print(
+        f"device: copy {limits['copy_gb_s']:.0f} GB/s, bf16 {limits['bf16_tflop_s']:.1f} TFLOP/s", flush=True
+    )
+    rows: list[Any] = []
+    run.data[part] = rows
+    work = gpu_measure.memory if part == "memory" else gpu_measure.speed
+    missing = work(run.size, run.device, limits, rows, run.save, run.left)
+    run.missing({"memory": "memory of", "speed": "time of"}[part], missing)
+
+
+def memory(run: Run) -> None:
+    _measured(run, "memory")
+
+
+def speed(run: Run) -> None:
+    _measured(run, "speed")
+
+
+PARTS = {"tests": tests, "correct": correctness, "sanitizer": sanitizer, "memory": memory, "speed": speed}
+
+
+def _finished(command: list[str], seconds: float, environment: Any = None) -> tuple[str, int | None]:
+    """Output and exit code of a command; None for the code if it had to be ended."""
+    try:
+        done = subprocess.run(
+            command, cwd=measure.ROOT, env=environment, text=True, timeout=max(1.0, seconds),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        return done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        return said if isinstance(said, str) else said.decode(errors="replace"), None
+
+
+def run_all(arguments: argparse.Namespace) -> int:
+    """Every part in a process of its own, within the budget."""
+    run = Run(arguments)
+    run.path.unlink(missing_ok=True)  # of an earlier run: parts of two runs are not mixed
+    failed = []
+    for part in PARTS:
+        share = SHARES[part] * arguments.budget / sum(SHARES.values())
+        seconds = run.left() if part == "speed" else min(share, run.left())
+        if seconds <= 1:
+            failed.append(part)
+            continue
+        print(f"== {part}, at most {seconds:.0f} s", flush=True)
+        command = [sys.executable, "-m", "bench.gpu", "--only", part, "--budget", f"{seconds:.1f}"]
+        command += ["--device", run.device, "--size", run.size, "--out", str(run.out.resolve())]
+        try:
+            if subprocess.run(command, cwd=measure.ROOT, timeout=seconds + GRACE).returncode != 0:
+                failed.append(part)
+        except subprocess.TimeoutExpired:
+            print(f"{part}: ended, it did not stop by itself", flush=True)
+            failed.append(part)
+    if run.path.exists():
+        print(*report.render(run.path))
+    if failed:
+        print(f"not complete: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = measure.parser(__doc__, sizes=("full", "tiny"))
+    parser.add_argument("--only", choices=list(PARTS), help="one part; the other parts' results stay")
+    parser.add_argument("--budget", type=float, help="seconds (default: 460 for all parts)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 1
+    if arguments.budget is None:
+        arguments.budget = SHARES[arguments.only] if arguments.only else sum(SHARES.values())
+    if arguments.only is None:
+        return run_all(arguments)
+    run = Run(arguments)
+    PARTS[arguments.only](run)
+    run.save()
+    report.render(run.path)
+    bad = run.data.get("tests", {}).get("passed") is False and arguments.only == "tests"
+    bad |= arguments.only == "correct" and bool(run.data["correct"]["failures"])
+    bad |= arguments.only == "sanitizer" and run.data["sanitizer"].get("exit", 0) != 0
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

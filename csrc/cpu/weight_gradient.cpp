@@ -1,0 +1,48 @@
+#include "cpu/weight_gradient.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+bool weight_gradient_by_products(const ConvProblem& problem) {
+  constexpr int64_t kLeastChannels = 8;
+  return problem.groups == 1 && problem.big_channels >= kLeastChannels &&
+         problem.small_channels >= kLeastChannels;
+}
+
+void add_weight_gradient(const Tensor& big, const Tensor& small, const ConvProblem& problem,
+                         const Tensor& sum) {
+  // Two dimensions are three with a depth of one.
+  const bool flat = problem.dims.size() == 2;
+  const Tensor x = flat ? big.unsqueeze(2) : big;
+  const Tensor y = flat ? small.unsqueeze(2) : small;
+  const Tensor total = flat ? sum.unsqueeze(2) : sum;
+  const ConvDim depth = flat ? ConvDim{} : problem.dims[0];
+  const ConvDim& row = problem.dims[problem.dims.size() - 2];
+  const ConvDim& column = problem.dims.back();
+  const int64_t c = x.size(1);
+  const int64_t k = y.size(1);
+  const int64_t q = y.size(4);
+  for (int64_t n = 0; n < y.size(0); ++n) {
+    for (int64_t d = 0; d < y.size(2); ++d) {
+      for (int64_t p = 0; p < y.size(3); ++p) {
+        const Tensor out_row = y.as_strided(
+            {k, q}, {1, k}, y.storage_offset() + n * y.stride(0) + d * y.stride(2) + p * y.stride(3));
+        for (int64_t t = 0; t < depth.kernel; ++t) {
+          for (int64_t r = 0; r < row.kernel; ++r) {
+            const int64_t start = x.storage_offset() + n * x.stride(0) +
+                                  (d * depth.stride + t * depth.dilation) * x.stride(2) +
+                                  (p * row.stride + r * row.dilation) * x.stride(3);
+            for (int64_t s = 0; s < column.kernel; ++s) {
+              const Tensor in_row =
+                  x.as_strided({q, c}, {column.stride * c, 1}, start + s * column.dilation * c);
+              total.select(4, s).select(3, r).select(2, t).addmm_(out_row, in_row);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace patchconv

@@ -1,0 +1,282 @@
+// The three passes, tile by tile.
+#include "tiled/passes.h"
+
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+
+namespace patchconv {
+
+using at::Tensor;
+using c10::irange;
+using OptionalTensor = std::optional<Tensor>;
+
+namespace {
+
+const char* pass_name(const ConvProblem& problem, ConvPass pass) {
+  if (pass == ConvPass::kWeight) return "wgrad";
+  return (pass == ConvPass::kBig) == problem.transposed ? "fprop" : "dgrad";
+}
+
+// Calls visit(region, slot) for every tile of the cut grid; tiles of one slot follow each other on one
+// thread.
+void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
+                   const std::function<void(const Region&, int64_t)>& visit) {
+  const CutGrid grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
+  const bool cut_padding = problem.mode != PaddingMode::kZeros;
+  const size_t count = problem.dims.size();
+  const int64_t per_image = plan.tiles_per_image();
+  const int64_t steps = (problem.batch + plan.batch_step - 1) / plan.batch_step;
+  const int64_t total = steps * per_image;
+  const int64_t slots = plan.in_flight;
+  engine.parallel(slots, [&](int64_t first, int64_t last) {
+    const BelowAutograd guard;  // other threads start without it
+    for (int64_t slot = first; slot < last; ++slot) {
+      const Range tiles = piece_of(total, slots, slot);
+      for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+        const int64_t n = tile / per_image * plan.batch_step;
+        Region region;
+        region.batch = {n, std::min(n + plan.batch_step, problem.batch)};
+        region.ranges.resize(count);
+        int64_t rest = tile % per_image;
+        for (size_t d = count; d-- > 0;) {
+          const Range extent = cut_extent(problem.dims[d], grid, cut_padding);
+          const Range piece = piece_of(extent.size(), plan.pieces[d], rest % plan.pieces[d]);
+          rest /= plan.pieces[d];
+          region.ranges[d] = {extent.begin + piece.begin, extent.begin + piece.end};
+        }
+        visit(region, slot);
+      }
+    }
+  });
+}
+
+// The part of the big grid that a tile of the small one reads: as a view of the tensor with zero padding left
+// to the stock operator where that is possible without a copy, else as a copy that holds its padding.
+struct BigTile {
+  Tensor tensor;
+  std::vector<int64_t> padding;
+  bool view = false;
+};
+
+BigTile load_big(const ConvEngine& engine, const ConvProblem& problem, const Tensor& big,
+                 const Region& small_region, const TileStyle& style) {
+  BigTile tile;
+  tile.padding.assign(problem.dims.size(), 0);
+  Region region{small_region.batch, {}};
+  for (const auto d : irange(problem.dims.size())) {
+    const ConvDim& dim = problem.dims[d];
+    Range range = dim.big_range(small_region.ranges[d]);
+    const Range inside = intersect(range, {0, dim.big});
+    const int64_t before = inside.begin - range.begin;
+    if (problem.mode == PaddingMode::kZeros && !inside.empty() && before == range.end - inside.end &&
+        before <= style.max_padding) {
+      tile.padding[d] = before;
+      range = inside;
+    }
+    region.ranges.push_back(range);
+  }
+  const bool within = std::all_of(region.ranges.begin(), region.ranges.end(), [&](const Range& r) {
+    return r.begin >= 0 && r.end <= problem.dims[&r - region.ranges.data()].big;
+  });
+  if (within && big.scalar_type() == style.dtype) {
+    Tensor view = region.view(big);
+    if (view.is_contiguous(style.format)) {
+      tile.tensor = std::move(view);
+      tile.view = true;
+      return tile;
+    }
+  }
+  tile.tensor = engine.load(big, region, problem.mode, style);
+  return tile;
+}
+
+// A tile of the small grid: always inside it.
+Tensor load_small(const ConvEngine& engine, const Tensor& small, const Region& region,
+                  const TileStyle& style) {
+  if (small.scalar_type() == style.dtype) {
+    Tensor view = region.view(small);
+    if (view.is_contiguous(style.format)) return view;
+  }
+  return engine.load(small, region, PaddingMode::kZeros, style);
+}
+
+OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
+  return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype)) : std::nullopt;
+}
+
+}  // namespace
+
+std::vector<int64_t> values(const ConvProblem& problem, int64_t ConvDim::* member) {
+  std::vector<int64_t> list;
+  for (const ConvDim& d : problem.dims) list.push_back(d.*member);
+  return list;
+}
+
+Tensor bias_shaped(const Tensor& bias, int64_t dimensions) {
+  std::vector<int64_t> shape(dimensions, 1);
+  shape[1] = -1;
+  return bias.view(shape);
+}
+
+PathRecorder::PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan) {
+  record_.op = problem.op;
+  record_.pass = pass_name(problem, pass);
+  record_.tiled = plan.tiled;
+  record_.batch_step = plan.batch_step;
+  const size_t first = problem.lifted ? 1 : 0;
+  record_.dims = static_cast<int>(plan.pieces.size() - first);
+  std::copy(plan.pieces.begin() + first, plan.pieces.end(), record_.pieces.begin());
+}
+
+void PathRecorder::tile(bool view) {
+  ++tiles_;
+  if (view) ++views_;
+}
+
+void PathRecorder::finish() {
+  record_.tiles = tiles_;
+  record_.views = views_;
+  record_path(record_);
+}
+
+Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                 at::MemoryFormat format, int64_t copied_bytes) {
+  Route route{problem, pass, plan_conv(engine, problem, pass, dtype, format, copied_bytes)};
+  const bool unit_stride =
+      std::all_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride == 1; });
+  if (!route.plan.tiled || pass != ConvPass::kBig || problem.mode != PaddingMode::kZeros || !unit_stride ||
+      !engine.prefers_convolution()) {
+    return route;
+  }
+  // big[i] = sum over r of weight[r] * small[i + pad_before - r * dilation]: the small grid, cropped or
+  // padded by what the kernel's reach leaves of the padding, under the kernel turned round.
+  ConvProblem other = problem;
+  other.transposed = !problem.transposed;
+  std::swap(other.big_channels, other.small_channels);
+  for (ConvDim& d : other.dims) {
+    std::swap(d.big, d.small);
+    d.pad_before = d.reach() - 1 - d.pad_before;
+    d.pad_after = d.small - 1 + d.reach() - d.big - d.pad_before;
+  }
+  const PlanReason reason = route.plan.reason;
+  const int64_t whole = route.plan.whole_bytes;
+  other.tiles_only = true;
+  route = {other, ConvPass::kSmall, plan_conv(engine, other, ConvPass::kSmall, dtype, format, copied_bytes),
+           true};
+  route.plan.reason = reason;
+  route.plan.whole_bytes = whole;
+  return route;
+}
+
+Tensor flipped_weight(const ConvProblem& problem, const Tensor& weight) {
+  auto sizes = weight.sizes().vec();
+  const int64_t groups = problem.groups;
+  sizes[0] /= groups;
+  sizes.insert(sizes.begin(), groups);
+  std::vector<int64_t> kernel_dims;
+  for (const auto d : irange<int64_t>(2, weight.dim())) kernel_dims.push_back(d);
+  Tensor turned = weight.reshape(sizes).transpose(1, 2);
+  sizes = turned.sizes().vec();
+  sizes[1] *= groups;
+  sizes.erase(sizes.begin());
+  return turned.reshape(sizes).flip(kernel_dims);
+}
+
+void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& big,
+                const Tensor& weight, const OptionalTensor& bias, const Tensor& small) {
+  const TileStyle style = engine.tile_style(problem, ConvPass::kSmall, big.scalar_type());
+  const Tensor own_weight = weight.to(style.dtype);
+  const OptionalTensor own_bias = cast(bias, style.dtype);
+  PathRecorder recorder(problem, ConvPass::kSmall, plan);
+  for_each_tile(engine, problem, ConvPass::kSmall, plan, [&](const Region& region, int64_t) {
+    const BigTile tile = load_big(engine, problem, big, region, style);
+    recorder.tile(tile.view);
+    if (engine.convolve_into(tile.tensor, own_weight, own_bias, problem, tile.padding, region.view(small)))
+      return;
+    engine.store(engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding), region, small);
+  });
+  recorder.finish();
+}
+
+void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& small,
+              const Tensor& weight, const OptionalTensor& bias, const Tensor& big) {
+  const TileStyle style = engine.tile_style(problem, ConvPass::kBig, small.scalar_type());
+  const Tensor own_weight = weight.to(style.dtype);
+  const OptionalTensor own_bias = cast(bias, style.dtype);
+  const auto stride = values(problem, &ConvDim::stride);
+  const auto dilation = values(problem, &ConvDim::dilation);
+  const std::vector<int64_t> output_padding(problem.dims.size(), 0);
+  const bool folding = problem.mode != PaddingMode::kZeros;
+  if (folding) big.zero_();
+  PathRecorder recorder(problem, ConvPass::kBig, plan);
+  for_each_tile(engine, problem, ConvPass::kBig, plan, [&](const Region& region, int64_t) {
+    const size_t count = problem.dims.size();
+    Region source{region.batch, {}};
+    Region computed = region;  // what of the region the kernels reach
+    std::vector<int64_t> crop(count);
+    std::vector<int64_t> skip(count);
+    for (const auto d : irange(count)) {
+      const ConvDim& dim = problem.dims[d];
+      source.ranges.push_back(dim.small_range(region.ranges[d]));
+      const Range reached = dim.big_range(source.ranges[d]);
+      computed.ranges[d] = intersect(region.ranges[d], reached);
+      // Stock's padding crops both ends alike; what remains at the front is skipped when storing.
+      crop[d] = std::max<int64_t>(
+          0, std::min(computed.ranges[d].begin - reached.begin, reached.end - computed.ranges[d].end));
+      skip[d] = computed.ranges[d].begin - reached.begin - crop[d];
+    }
+    const bool nothing =
+        std::any_of(computed.ranges.begin(), computed.ranges.end(), [](const Range& r) { return r.empty(); });
+    if (!folding && (nothing || computed.sizes(1) != region.sizes(1))) {
+      // Coordinates between or behind the kernels' reach.
+      const Tensor rest = region.view(big);
+      if (own_bias.has_value()) {
+        rest.copy_(bias_shaped(*own_bias, rest.dim()).expand_as(rest));
+      } else {
+        rest.zero_();
+      }
+    }
+    recorder.tile(false);
+    if (nothing) return;
+    Tensor tile = at::convolution(load_small(engine, small, source, style), own_weight, own_bias, stride,
+                                  crop, dilation, /*transposed=*/true, output_padding, problem.groups);
+    for (const auto d : irange(count)) tile = tile.narrow(2 + d, skip[d], computed.ranges[d].size());
+    if (folding) {
+      engine.fold(tile, computed, problem.mode, big);
+    } else {
+      engine.store(tile, computed, big);
+    }
+  });
+  recorder.finish();
+}
+
+Tensor tile_weight(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
+                   const Tensor& big, const Tensor& small) {
+  const TileStyle style = engine.tile_style(problem, ConvPass::kWeight, big.scalar_type());
+  // Kernel positions first in memory, so that those of one tap are a matrix.
+  std::vector<int64_t> sizes = values(problem, &ConvDim::kernel);
+  std::vector<int64_t> order;
+  for (const auto d : irange(sizes.size() + 2)) order.push_back((d + sizes.size()) % (sizes.size() + 2));
+  sizes.push_back(problem.small_channels);
+  sizes.push_back(problem.big_channels / problem.groups);
+  // One sum a slot, added up in order: the same bits for the same plan.
+  std::vector<Tensor> sums;
+  for (int64_t slot = 0; slot < plan.in_flight; ++slot) {
+    sums.push_back(at::zeros(sizes, big.options().dtype(style.dtype)).permute(order));
+  }
+  PathRecorder recorder(problem, ConvPass::kWeight, plan);
+  for_each_tile(engine, problem, ConvPass::kWeight, plan, [&](const Region& region, int64_t slot) {
+    const BigTile tile = load_big(engine, problem, big, region, style);
+    recorder.tile(tile.view);
+    engine.correlate(tile.tensor, load_small(engine, small, region, style), problem, tile.padding,
+                     sums[slot]);
+  });
+  recorder.finish();
+  for (size_t slot = 1; slot < sums.size(); ++slot) sums[0].add_(sums[slot]);
+  return sums[0];
+}
+
+}  // namespace patchconv

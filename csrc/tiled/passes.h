@@ -1,0 +1,61 @@
+// What one tile-by-tile pass is made of; conv.cpp puts passes together to operators.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+
+#include "tiled/conv.h"
+
+namespace patchconv {
+
+// Stock operators called from a kernel must neither record gradients nor be cast by an enclosing autocast.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard below_autocast{c10::autocast_dispatch_keyset};
+};
+
+// One member of every dimension: values(problem, &ConvDim::stride).
+std::vector<int64_t> values(const ConvProblem& problem, int64_t ConvDim::* member);
+
+at::Tensor bias_shaped(const at::Tensor& bias, int64_t dimensions);
+
+// Keeps count of what a pass did; written down when the pass is over.
+class PathRecorder {
+ public:
+  PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan);
+  void tile(bool view);
+  void finish();
+
+ private:
+  PathRecord record_;
+  std::atomic<int64_t> tiles_{0};  // from all threads
+  std::atomic<int64_t> views_{0};
+};
+
+// How a pass is computed: along `plan`, and possibly as another problem that gives the same result.
+struct Route {
+  ConvProblem problem;
+  ConvPass pass;
+  TilePlan plan;
+  bool flipped = false;  // wants flipped_weight in place of the weight
+};
+Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                 at::MemoryFormat format, int64_t copied_bytes);
+
+// (K, C/groups, R, S) to (C, K/groups, R, S) with every kernel turned round: with stride 1 a transposed
+// convolution is a convolution with these.
+at::Tensor flipped_weight(const ConvProblem& problem, const at::Tensor& weight);
+
+// Write `small`, `big`: allocated, of full size. Return the weight's gradient in the tiles' dtype.
+void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
+                const at::Tensor& big, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                const at::Tensor& small);
+void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
+              const at::Tensor& small, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+              const at::Tensor& big);
+at::Tensor tile_weight(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
+                       const at::Tensor& big, const at::Tensor& small);
+
+}  // namespace patchconv
