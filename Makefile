@@ -13,7 +13,7 @@ BUILD_NEEDS := setuptools>=77 wheel ninja packaging numpy
 DEMO_NEEDS := pillow rich matplotlib scikit-image
 TEST_NEEDS := pytest pytest-xdist hypothesis expecttest filelock $(if $(shell command -v cmake),,cmake<4)
 LINT_NEEDS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
-BENCH_NEEDS := patch-conv timm
+BENCH_NEEDS := patch-conv
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The environment. A stamp in it names what was installed, so that a change of the list installs again.

@@ -34,9 +34,7 @@ class Case:
     @property
     def name(self) -> str:
         shape = f"{self.batch}x" if self.batch > 1 else ""
-        return (
-            f"{shape}{self.channels}->{self.outputs} {self.height}x{self.width} k{self.kernel} {self.dtype}"
-        )
+        return f"{shape}{self.channels}->{self.outputs} {self.height}x{self.width} k{self.kernel} {self.dtype}"
 
     @property
     def input_bytes(self) -> int:
@@ -68,9 +66,7 @@ class Case:
     def facts(self) -> dict[str, Any]:
         return asdict(self)
 
-    def module(
-        self, implementation: str = STOCK, splits: int | None = None, device: str = "cpu"
-    ) -> nn.Module:
+    def module(self, implementation: str = STOCK, splits: int | None = None, device: str = "cpu") -> nn.Module:
         """The convolution by one of the implementations; all have the same weights."""
         generator = torch.Generator().manual_seed(0)
         conv = nn.Conv2d(self.channels, self.outputs, self.kernel, padding=self.kernel // 2)
@@ -118,9 +114,7 @@ def prepare(case: Case, module: nn.Module, pass_: str, device: str = "cpu") -> C
     return prepare_with(module, case.input(device), lambda: case.gradient(device), pass_)
 
 
-def prepare_with(
-    module: nn.Module, x: Tensor, gradient: Callable[[], Tensor], pass_: str
-) -> Callable[[], Any]:
+def prepare_with(module: nn.Module, x: Tensor, gradient: Callable[[], Tensor], pass_: str) -> Callable[[], Any]:
     """`prepare` with a given input, which several implementations may share."""
     if pass_ == "fprop":
 
@@ -186,12 +180,8 @@ ROOFLINE = [
     Case(64, 64, 4096, 4096, 7, "bfloat16"),
     Case(64, 64, 56, 56, 3, "bfloat16", batch=32),
 ]
-PATCH_CONV_SPEED = [
-    Case(c, c, side, side, k, "float16") for c, side in ((64, 4096), (256, 2048)) for k in (3, 5, 7)
-]
-PATCH_CONV_PEAKS = [
-    Case(c, c, side, side, k, "float16") for c, side in ((512, 2048), (256, 4096)) for k in (3, 5, 7)
-]
+PATCH_CONV_SPEED = [Case(c, c, side, side, k, "float16") for c, side in ((64, 4096), (256, 2048)) for k in (3, 5, 7)]
+PATCH_CONV_PEAKS = [Case(c, c, side, side, k, "float16") for c, side in ((512, 2048), (256, 4096)) for k in (3, 5, 7)]
 # 256 to 512 channels at growing width: stock's memory used to jump where the output passes 2^31 elements.
 PATCH_CONV_SWEEP = [Case(256, 512, 2048, w, 3, "float16") for w in (2560, 512, 2048, 4608, 1536, 3584)]
 GPU = {

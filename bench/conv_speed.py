@@ -40,20 +40,14 @@ def time_case(case: Case, pass_: str, budget: float) -> dict[str, Any]:
     targets = {side: TARGETS[case.layout, side] for side in paths}
     facts = timed.facts(STOCK)
     met = {side: facts["ratio"][side]["median"] <= target for side, target in targets.items()}
-    return (
-        case.facts()
-        | {"name": case.name, "pass": pass_, "paths": paths, "targets": targets, "met": met}
-        | facts
-    )
+    return case.facts() | {"name": case.name, "pass": pass_, "paths": paths, "targets": targets, "met": met} | facts
 
 
 def _path(record: dict[str, Any]) -> str:
     return "stock" if record["path"] == "stock" else f"{record['count']} tiles"
 
 
-def measure_all(
-    size: str, large_kernel: bool, passes: tuple[str, ...], budget: float | None
-) -> dict[str, Any]:
+def measure_all(size: str, large_kernel: bool, passes: tuple[str, ...], budget: float | None) -> dict[str, Any]:
     data = measure.report_head("conv_speed", size) | {"rows": []}
     wanted = cases.SPEED[size] + (cases.SPEED_LARGE_KERNEL[size] if large_kernel else [])
     for case in wanted:
@@ -66,9 +60,7 @@ def measure_all(
 
 
 def _line(row: dict[str, Any]) -> str:
-    parts = [
-        f"{row['name']:<32} {row['layout']:<13} {row['pass']:<8} stock {row['ms'][STOCK]['median']:8.1f} ms"
-    ]
+    parts = [f"{row['name']:<32} {row['layout']:<13} {row['pass']:<8} stock {row['ms'][STOCK]['median']:8.1f} ms"]
     for side, target in row["targets"].items():
         ratio = row["ratio"][side]
         parts.append(

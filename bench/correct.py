@@ -78,9 +78,7 @@ class Check:
     def stock(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         call = getattr(F, self.name)
         if self.transposed:
-            return call(
-                x, w, b, self.stride, self.padding[0], self.output_padding, self.groups, self.dilation
-            )
+            return call(x, w, b, self.stride, self.padding[0], self.output_padding, self.groups, self.dilation)
         if self.mode == "zeros" and len(self.padding) == 1:
             return call(x, w, b, self.stride, self.padding[0], self.dilation, self.groups)
         pairs = self.padding if len(self.padding) > 1 else self.padding * (2 * self.dims)
@@ -107,8 +105,7 @@ def contents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> T
         values.view(-1)[values.numel() // 3] = 1
         return values
     place = sum(
-        (axis + 1) * torch.arange(size).view([-1] + [1] * (len(shape) - axis - 1))
-        for axis, size in enumerate(shape)
+        (axis + 1) * torch.arange(size).view([-1] + [1] * (len(shape) - axis - 1)) for axis, size in enumerate(shape)
     )
     assert isinstance(place, Tensor)
     return place / 8 - 3 if kind == "ramp" else (place % 5 < 2).float()
@@ -191,7 +188,9 @@ def excess(check: Check, device: str) -> tuple[float, str]:
     return worst, wrong
 
 
-def probe_large(device: str, width: int = 8200, rows: int = 8192, channels: int = 33) -> tuple[float, str]:
+def probe_large(
+    device: str, width: int = 8200, rows: int = 8192, channels: int = 33, splits: int | None = None
+) -> tuple[float, str]:
     """A forward pass and an input gradient of over 2^31 elements (bfloat16), at telling rows."""
     generator = torch.Generator(device).manual_seed(3)
     x = torch.empty(1, channels, rows, width, dtype=torch.bfloat16, device=device)
@@ -201,8 +200,8 @@ def probe_large(device: str, width: int = 8200, rows: int = 8192, channels: int 
     worst = 0.0
     with torch.no_grad():
         # The forward pass reads the large tensor, the pass in which input and output change roles writes it.
-        y = pc.functional.conv2d(x, w, None, 1, 1)
-        back = pc.functional.conv_transpose2d(y, w, None, 1, 1)
+        y = pc.functional.conv2d(x, w, None, 1, 1, splits=splits)
+        back = pc.functional.conv_transpose2d(y, w, None, 1, 1, splits=splits)
         middle = 2**31 // width % rows  # the row in which the 2^31st element lies
         for top in (0, min(middle, rows - 4), rows - 4):
             band = slice(max(0, top - 1), min(rows, top + 5))
@@ -248,9 +247,7 @@ def run(device: str, few: bool = False, budget: float = float("inf"), large: boo
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--few", action="store_true", help="every third kind, two types: for slow memory checkers"
-    )
+    parser.add_argument("--few", action="store_true", help="every third kind, two types: for slow memory checkers")
     arguments = parser.parse_args(argv)
     found = run(arguments.device, arguments.few)
     print(f"{found['checked']} checks of {found['of']}, largest error {found['worst']:.3f} of its bound")

@@ -75,9 +75,7 @@ def conv_memory(data: dict[str, Any]) -> Any:
                 ax.text(total, place + offset, f" {text}", va="center", fontsize=6.5)
                 ax.plot([floor, floor], [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
         ax.set_title(PASS_TITLES[pass_], fontsize=9)
-        ax.set_yticks(
-            range(len(groups)), [f"{name}\n{layout}" for name, layout in groups] if column == 0 else []
-        )
+        ax.set_yticks(range(len(groups)), [f"{name}\n{layout}" for name, layout in groups] if column == 0 else [])
         ax.tick_params(labelsize=7)
         ax.invert_yaxis()
         ax.set_xlim(0, ax.get_xlim()[1] * 1.2)
@@ -107,9 +105,7 @@ def conv_speed(data: dict[str, Any]) -> Any:
     passes = list(dict.fromkeys(row["pass"] for row in data["rows"]))
     if not passes:
         return None
-    groups = [
-        (r["name"], r["layout"], s) for r in data["rows"] if r["pass"] == passes[0] for s in r["targets"]
-    ]
+    groups = [(r["name"], r["layout"], s) for r in data["rows"] if r["pass"] == passes[0] for s in r["targets"]]
     figure, axes = _figure(1, len(passes), 2.8 + 2.6 * len(passes), 1.3 + 0.42 * len(groups))
     for column, pass_ in enumerate(passes):
         ax = axes[0][column]
@@ -149,28 +145,18 @@ def padding(data: dict[str, Any]) -> Any:
     channels = sorted({row["channels"] for row in rows})
     kernels, widths = sorted({row["kernel"] for row in rows}), sorted({row["padding"] for row in rows})
     most = max(10.0, max(row["stock_over_ours"]["median"] for row in rows))
-    figure, axes = _figure(
-        1, len(channels), 1.2 + 0.42 * len(widths) * len(channels), 1.6 + 0.36 * len(kernels)
-    )
+    figure, axes = _figure(1, len(channels), 1.2 + 0.42 * len(widths) * len(channels), 1.6 + 0.36 * len(kernels))
     image: Any = None
     for ax, count in zip(axes[0], channels, strict=True):
-        cells = {
-            (r["kernel"], r["padding"]): r["stock_over_ours"]["median"]
-            for r in rows
-            if r["channels"] == count
-        }
+        cells = {(r["kernel"], r["padding"]): r["stock_over_ours"]["median"] for r in rows if r["channels"] == count}
         values = [[cells.get((k, w), float("nan")) for w in widths] for k in kernels]
-        image = ax.imshow(
-            values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=LogNorm(1 / most, most), aspect="auto"
-        )
+        image = ax.imshow(values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=LogNorm(1 / most, most), aspect="auto")
         for y, line in enumerate(values):
             for x, value in enumerate(line):
                 if value == value:
                     dark = value > most**0.6
                     text = f"{value:.0f}" if value >= 9.5 else f"{value:.1f}"
-                    ax.text(
-                        x, y, text, ha="center", va="center", fontsize=6, color="white" if dark else "black"
-                    )
+                    ax.text(x, y, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
         ax.set_title(f"{count} channel{'s' if count > 1 else ''} to {data['outputs']}", fontsize=9)
         ax.set_xticks(range(len(widths)), widths)
         ax.set_yticks(range(len(kernels)), kernels)

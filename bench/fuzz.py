@@ -8,6 +8,7 @@ Configuration number i of a seed does not depend on the others, so a run can be 
 up to --failures of them.
 """
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+# The generator and the checks are those of the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from checks import check
@@ -29,9 +31,7 @@ from configurations import Configuration, RandomChooser, draw
 def parse_configuration(text: str) -> Configuration:
     """The Configuration whose repr is `text`: a call of literals, nothing else is evaluated."""
     tree = ast.parse(text.strip(), mode="eval").body
-    if not (
-        isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "Configuration"
-    ):
+    if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "Configuration"):
         raise ValueError("expected Configuration(...) as a failure prints it")
     return Configuration(**{str(k.arg): ast.literal_eval(k.value) for k in tree.keywords})
 
@@ -53,9 +53,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     parser.add_argument("--dims", type=int, choices=(1, 2, 3), help="only these spatial dimensions")
     parser.add_argument("--transposed", choices=("yes", "no"), help="only transposed convolutions, or none")
-    parser.add_argument(
-        "--threads", type=int, default=2, help="threads of PyTorch: the tensors are small (2)"
-    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch: the tensors are small (2)")
     parser.add_argument("--failures", type=int, default=5, help="stop after so many failures (5)")
     parser.add_argument("--replay", metavar="CONFIGURATION", help="check this one configuration")
     options = parser.parse_args()

@@ -118,9 +118,7 @@ def sanitizer(run: Run) -> None:
             "bench.correct",
         ]
         output, code = _finished([*command, "--device", "cuda", "--few"], run.left(), settings)
-        summary = next((line for line in output.splitlines() if "ERROR SUMMARY" in line), "no summary").strip(
-            "= "
-        )
+        summary = next((line for line in output.splitlines() if "ERROR SUMMARY" in line), "no summary").strip("= ")
         if code is None:
             summary = "not finished in time"
         run.data["sanitizer"] = {"summary": summary, "exit": code, "output": output[-4000:] if code else ""}
@@ -130,9 +128,7 @@ def sanitizer(run: Run) -> None:
 def _measured(run: Run, part: str) -> None:
     torch.backends.cudnn.benchmark = True
     run.data["limits"] = limits = gpu_measure.device_limits(run.device)
-    print(
-        f"device: copy {limits['copy_gb_s']:.0f} GB/s, bf16 {limits['bf16_tflop_s']:.1f} TFLOP/s", flush=True
-    )
+    print(f"device: copy {limits['copy_gb_s']:.0f} GB/s, bf16 {limits['bf16_tflop_s']:.1f} TFLOP/s", flush=True)
     rows: list[Any] = []
     run.data[part] = rows
     work = gpu_measure.memory if part == "memory" else gpu_measure.speed

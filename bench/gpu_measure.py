@@ -114,9 +114,7 @@ def _peaks(case: Case, variant: Variant, pass_: str, device: str) -> dict[str, A
     return found | path_taken(variant.implementation)
 
 
-def memory(
-    size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline
-) -> list[str]:
+def memory(size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """Fills `rows` with peaks; returns the names of what there was no time for."""
     missing = []
     for case, pass_, variants in work(size):
@@ -184,9 +182,7 @@ def _visit(
     return path_taken(variant.implementation)
 
 
-def speed(
-    size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline
-) -> list[str]:
+def speed(size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """Fills `rows` with times; returns the names of what there was no time for."""
     missing = []
     timer = Timer(device)

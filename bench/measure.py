@@ -276,12 +276,8 @@ def write_results(data: dict[str, Any], out: Path, name: str | None = None) -> P
 def parser(doc: str | None, sizes: tuple[str, ...] = ("full", "small", "tiny")) -> argparse.ArgumentParser:
     """The options that all scripts share."""
     made = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    made.add_argument(
-        "--size", choices=sizes, default=sizes[0], help="less than full shows that it works, no more"
-    )
-    made.add_argument(
-        "--out", type=Path, help="folder of the results (default: bench/results, or build/bench)"
-    )
+    made.add_argument("--size", choices=sizes, default=sizes[0], help="less than full shows that it works, no more")
+    made.add_argument("--out", type=Path, help="folder of the results (default: bench/results, or build/bench)")
     return made
 
 

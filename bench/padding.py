@@ -27,9 +27,7 @@ OUTPUTS = 16
 KERNELS = (3, 5, 7, 9, 11, 15, 21, 31)
 COLUMNS = (0, 1, 2, 3, 4, 5, 7, 10, 15, 20)
 CHANNELS = (1, 3, 16, 64)
-ARITHMETIC = (
-    0.4e9  # floating-point operations a call, about: at oneDNN's slowest a second, at its usual speed 5 ms
-)
+ARITHMETIC = 0.4e9  # floating-point operations a call, about: at oneDNN's slowest a second, at its usual speed 5 ms
 SECONDS = {"full": 0.15, "small": 0.05, "tiny": 0.0}
 LIMIT = {
     "full": 180.0,

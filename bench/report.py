@@ -30,8 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def machine(info: dict[str, Any]) -> str:
     """One line that names the hardware and the software."""
     parts = [
-        f"{info['cpu']}, {info['cores']} cores ({info['threads']} threads, {info['isa']}), "
-        f"{info['memory_gib']} GiB",
+        f"{info['cpu']}, {info['cores']} cores ({info['threads']} threads, {info['isa']}), {info['memory_gib']} GiB",
         f"torch {info['torch']}, oneDNN {info['onednn']}, patchconv_native {info['patchconv_native']}, "
         f"patch_conv {info['patch_conv'] or 'not installed'}",
     ]

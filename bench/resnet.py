@@ -64,9 +64,7 @@ def measure_all(size: str) -> dict[str, Any]:
             x = torch.randn(batch, 3, side, side)
             stock = model()
             ours = pc.convert(copy.deepcopy(stock))
-            timed = measure.paired(
-                {"stock": make(stock, x), "ours": make(ours, x)}, SECONDS[size], warm=2, most=400
-            )
+            timed = measure.paired({"stock": make(stock, x), "ours": make(ours, x)}, SECONDS[size], warm=2, most=400)
             row: dict[str, Any] = {"mode": mode, "batch": batch, "picture": side} | timed.facts("stock")
             row["met"] = row["ratio"]["ours"]["median"] <= TARGET
             data["rows"].append(row)

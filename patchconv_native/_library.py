@@ -97,9 +97,7 @@ def _release(version: str) -> str:
 
 
 def _not_built(problem: str) -> NotBuiltError:
-    return NotBuiltError(
-        f"the native part of patchconv_native {problem}. Build it with\n  {_rebuild_command()}"
-    )
+    return NotBuiltError(f"the native part of patchconv_native {problem}. Build it with\n  {_rebuild_command()}")
 
 
 def _mismatch(info: dict[str, Any], problem: str, torch_helps: bool = False) -> BuildMismatchError:

@@ -84,10 +84,7 @@ def operators() -> dict[str, list[str]]:
             continue  # this torch has no such key
         known.append(key)
     names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("patchconv::"))
-    return {
-        name: [key for key in known if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
-        for name in names
-    }
+    return {name: [key for key in known if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)] for name in names}
 
 
 def _gpus() -> list[str]:

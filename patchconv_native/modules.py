@@ -84,7 +84,7 @@ class Conv1d(Split, nn.Conv1d):
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:
-            pads = self.padding
+            pads = self.padding  # type: ignore[assignment]
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv1d(
                 input, weight, bias, self.stride, pads, self.dilation, self.groups,
@@ -116,7 +116,7 @@ class Conv2d(Split, nn.Conv2d):
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:
-            pads = self.padding
+            pads = self.padding  # type: ignore[assignment]
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv2d(
                 input, weight, bias, self.stride, pads, self.dilation, self.groups,
@@ -148,7 +148,7 @@ class Conv3d(Split, nn.Conv3d):
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:
-            pads = self.padding
+            pads = self.padding  # type: ignore[assignment]
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv3d(
                 input, weight, bias, self.stride, pads, self.dilation, self.groups,
@@ -179,7 +179,13 @@ class ConvTranspose1d(Split, nn.ConvTranspose1d):
             raise ValueError("ConvTranspose1d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
         assert isinstance(self.padding, tuple)
         output_padding = self._output_padding(
-            input, output_size, self.stride, self.padding, self.kernel_size, 1, self.dilation
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            1,
+            self.dilation,  # type: ignore[arg-type]
         )
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv_transpose1d(
@@ -212,7 +218,13 @@ class ConvTranspose2d(Split, nn.ConvTranspose2d):
             raise ValueError("ConvTranspose2d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
         assert isinstance(self.padding, tuple)
         output_padding = self._output_padding(
-            input, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            2,
+            self.dilation,  # type: ignore[arg-type]
         )
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv_transpose2d(
@@ -245,7 +257,13 @@ class ConvTranspose3d(Split, nn.ConvTranspose3d):
             raise ValueError("ConvTranspose3d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
         assert isinstance(self.padding, tuple)
         output_padding = self._output_padding(
-            input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            3,
+            self.dilation,  # type: ignore[arg-type]
         )
         if torch.jit.is_scripting():
             return torch.ops.patchconv.conv_transpose3d(

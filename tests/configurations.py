@@ -106,16 +106,12 @@ def draw(choose: Chooser, dims: int | None = None, transposed: bool | None = Non
     dilation = tuple(choose.pick((1, 1, 1, 2, 3)) for _ in range(dims))
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
 
-    padding_mode = (
-        "zeros" if transposed else choose.pick(("zeros", "zeros", "reflect", "replicate", "circular"))
-    )
+    padding_mode = "zeros" if transposed else choose.pick(("zeros", "zeros", "reflect", "replicate", "circular"))
     padding: str | tuple[int, ...]
     output_padding = (0,) * dims
     extra = {1: 40, 2: 9, 3: 4}[dims]
     if transposed:
-        output_padding = tuple(
-            choose.integer(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)
-        )
+        output_padding = tuple(choose.integer(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
         padding = tuple(choose.integer(0, min(r, 6)) for r in reach)
         sizes = []
         for d in range(dims):
@@ -137,7 +133,7 @@ def draw(choose: Chooser, dims: int | None = None, transposed: bool | None = Non
     limit: int | None = None
     if choose.pick(("asked", "asked", "asked", "automatic")) == "asked":
         each = tuple(choose.pick((1, 2, 3, 5, 100)) for _ in range(dims))
-        splits = choose.pick((each[0], each))
+        splits = each[0] if choose.pick(("int", "tuple")) == "int" else each
     else:
         limit = choose.pick((None, 1, 2_000, 20_000))
 

@@ -19,7 +19,7 @@ SWEEP_SEED = int(os.environ.get("PATCHCONV_SEED", "20240611"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: more than 2^31 elements; needs up to 16 GiB and a few minutes")
-    # Under xdist every worker would otherwise use every core.
+    # Under xdist every worker would otherwise use every core. Parallel tiles have threads of their own.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     # Comparisons are with float64: TensorFloat-32 would be an error of our own making.

@@ -3,8 +3,7 @@
 `conv` asks, for every output position and every tap of the kernel, which input element lies under it; the
 padding mode answers with an index, or with "none" (a zero). `conv_transpose` adds every input element, times
 the kernel, to a canvas and cuts off the border. Everything is plain tensor arithmetic in float64, so autograd
-differentiates it, once or twice, and no convolution of PyTorch's takes part. `absolute` repeats a convolution
-with |input|, |weight| and |bias|: the sum that every bound on rounding errors is proportional to.
+differentiates it, once or twice, and no convolution of PyTorch's takes part.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ def per_dimension(value: Ints, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-def padding_pairs(
-    padding: Ints | str, kernel: Sequence[int], dilation: Sequence[int]
-) -> list[tuple[int, int]]:
+def padding_pairs(padding: Ints | str, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
     """(before, after) of each spatial dimension, first dimension first.
 
     'same' puts the odd element behind, as torch.nn.functional does; a list of 2*D entries is read as pairs.
@@ -173,8 +170,3 @@ def gradients(
     found = torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph) if wanted else ()
     remaining = iter(found)
     return [next(remaining) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-
-
-def absolute(operator, input: Tensor, weight: Tensor, bias: Tensor | None, *args, **kwargs) -> Tensor:
-    """The same convolution of absolute values: how large the terms of each sum are together."""
-    return operator(input.abs(), weight.abs(), None if bias is None else bias.abs(), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The benchmarks run, measure what they say, and write what they promise; how fast anything is, is not tested."""
+"""The benchmarks run, measure what they say and write what they promise. No speed is tested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib")
 
 
 def run(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # One thread: several tests run at once, and pools of threads that wait for each other take seconds a call.
+    # One thread: several tests run at once, and thread pools that wait for each other take seconds a call.
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", f"bench.{module}", *arguments]
     return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
@@ -52,19 +52,14 @@ def test_conv_memory(tmp_path: Path) -> None:
             assert row["error"] == "not installed"
             continue
         assert row["result"] == row["output_bytes"] and row["workspace"] > -measure.MIB
-        assert row.get("pass_bound") == (
-            row["workspace"] <= data["bound"] if row["implementation"] == "ours" else None
-        )
+        assert row.get("pass_bound") == (row["workspace"] <= data["bound"] if row["implementation"] == "ours" else None)
     assert (tmp_path / "conv_memory.png").stat().st_size > 1000
 
 
 def test_conv_speed(tmp_path: Path) -> None:
     data = results("conv_speed", tmp_path, "--passes", "fprop", "backward", "--large-kernel")
     assert {(row["layout"], row["pass"], row["kernel"]) for row in data["rows"]} == {
-        (layout, pass_, kernel)
-        for layout in cases.LAYOUTS
-        for pass_ in ("fprop", "backward")
-        for kernel in (3, 7)
+        (layout, pass_, kernel) for layout in cases.LAYOUTS for pass_ in ("fprop", "backward") for kernel in (3, 7)
     }
     for row in data["rows"]:
         assert row["rounds"] >= 3
@@ -116,7 +111,7 @@ def test_gpu_command_without_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
-    """All parts but the tests', each in its process, into one file, which then holds every case and variant."""
+    """All parts but the tests', each in its process, into one file, which then holds every variant."""
     for part in ("correct", "sanitizer", "memory", "speed"):
         options = ("--only", part, "--budget", "100", "--out", str(tmp_path))
         done = run("gpu", "--device", "cpu", "--size", "tiny", *options)
@@ -256,16 +251,15 @@ def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     worst, wrong = correct.excess(check, "cpu")
     assert worst > 1 and "output: error" in wrong
     monkeypatch.setattr(correct.Check, "ours", correct.Check.stock)
-    assert "computed in 0 tiles" in correct.excess(check, "cpu")[1], (
-        "no check of tiling may pass without tiling"
-    )
+    assert "computed in 0 tiles" in correct.excess(check, "cpu")[1], "no check of tiling may pass without tiling"
 
 
 def test_the_large_probe_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"width": 40, "rows": 64, "channels": 5}
+    # Split, since tiles are accumulated in float32 where stock sums in bfloat16 on some processors.
+    small = {"width": 40, "rows": 64, "channels": 5, "splits": 4}
     assert correct.probe_large("cpu", **small)[1] == ""
     conv2d = correct.pc.functional.conv2d
-    monkeypatch.setattr(correct.pc.functional, "conv2d", lambda *a: conv2d(*a).roll(1, 2))
+    monkeypatch.setattr(correct.pc.functional, "conv2d", lambda *a, **k: conv2d(*a, **k).roll(1, 2))
     assert "2^31" in correct.probe_large("cpu", **small)[1]
 
 

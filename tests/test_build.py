@@ -59,9 +59,7 @@ def make_toolkit(home: Path, version: str, nvcc: bool = True, runtime: bool = Tr
     major, minor = (int(part) for part in version.split("."))
     (home / "include").mkdir(parents=True)
     (home / "include" / "cuda_runtime.h").touch()
-    (home / "include" / "cuda_runtime_api.h").write_text(
-        f"#define CUDART_VERSION  {major * 1000 + minor * 10}\n"
-    )
+    (home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {major * 1000 + minor * 10}\n")
     (home / "bin").mkdir()
     if nvcc:
         (home / "bin" / "nvcc").touch()
@@ -73,9 +71,7 @@ def make_toolkit(home: Path, version: str, nvcc: bool = True, runtime: bool = Tr
 
 
 def test_invalid_choice() -> None:
-    assert "patchconv_native: expected PATCHCONV_CUDA to be auto, 0 or 1, got 'yes'" in refused(
-        PATCHCONV_CUDA="yes"
-    )
+    assert "patchconv_native: expected PATCHCONV_CUDA to be auto, 0 or 1, got 'yes'" in refused(PATCHCONV_CUDA="yes")
 
 
 def test_switched_off() -> None:
@@ -134,9 +130,7 @@ def test_unusable_toolkits_are_passed_over(tmp_path: Path, flaw: dict, says: str
     assert facts["home"] not in (str(home), str(tmp_path))
     if facts["home"] is None:  # no other toolkit on this machine: then the reason names every candidate
         assert says in facts["reason"]
-        message = refused(
-            PATCHCONV_CUDA="1", CUDA_HOME=str(home), PATH=f"{script.parent}:{os.environ['PATH']}"
-        )
+        message = refused(PATCHCONV_CUDA="1", CUDA_HOME=str(home), PATH=f"{script.parent}:{os.environ['PATH']}")
         assert says in message and f"nvidia-cuda-nvcc=={CUDA}.*" in message
 
 

@@ -34,9 +34,7 @@ needs_demo = pytest.mark.skipif(
 def run(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
     """`python -m patchconv_native WORDS`, or `python -c CODE WORDS`, in a process of its own."""
     start = ["-c", code] if code else ["-m", "patchconv_native"]
-    return subprocess.run(
-        [sys.executable, *start, *words], capture_output=True, text=True, cwd=ROOT, timeout=300
-    )
+    return subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
 def fails_in_one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -51,9 +49,7 @@ class TestInfo:
     def test_says_what_was_built_and_what_runs(self) -> None:
         done = run("info", "--plain")
         assert done.returncode == 0 and done.stderr == ""
-        facts = dict(
-            re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines()
-        )
+        facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
         built = pc.build_info()
         assert facts["package"] == built["version"] == pc.__version__
         assert facts["torch"] == f"{torch.__version__} (built with {built['torch']})"
@@ -192,9 +188,7 @@ class TestDemoMistakes:
         assert f"cannot write to --out {out}" in fails_in_one_line(capsys, "demo", "--out", str(out))
         assert out.read_text() == "taken"
 
-    def test_mistake_leaves_no_folder_behind(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_mistake_leaves_no_folder_behind(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("demo", "--image", str(tmp_path / "nowhere.png"), "--out", str(tmp_path / "new"))
         fails_in_one_line(capsys, *words)
         assert not (tmp_path / "new").exists()
@@ -206,9 +200,7 @@ class TestDemoMistakes:
     def test_too_little_memory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("demo", "--megapixels", "1", "--memory", "0.1", "--device", "cpu", "--out", str(tmp_path))
         said = fails_in_one_line(capsys, *words)
-        assert re.search(
-            r"needs about \d+ MiB at this size and 102 MiB is available; use a smaller --megapixels", said
-        )
+        assert re.search(r"needs about \d+ MiB at this size and 102 MiB is available; use a smaller --megapixels", said)
 
     @pytest.mark.parametrize("module", ["numpy", "PIL", "matplotlib", "rich", "torchvision", "skimage"])
     def test_missing_package(
@@ -217,9 +209,7 @@ class TestDemoMistakes:
         monkeypatch.setitem(sys.modules, module, None)  # what find_spec then takes for absent
         package = {"PIL": "pillow", "skimage": "scikit-image"}.get(module, module)
         said = fails_in_one_line(capsys, "demo")
-        assert (
-            f"needs {package}, not installed here; install with: pip install 'patchconv_native[demo]'" in said
-        )
+        assert f"needs {package}, not installed here; install with: pip install 'patchconv_native[demo]'" in said
 
     def test_own_picture_needs_no_scikit_image(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

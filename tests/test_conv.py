@@ -48,13 +48,14 @@ def configuration(dims: int = 2, **changes) -> Configuration:
 
 
 def check_tiled(c: Configuration, device: str) -> None:
-    """The configuration is right in the tiles it asks for, and right in one piece."""
+    """The configuration is right in the tiles it asks for, in one piece, and in what is chosen for it."""
     path = check(c, device)
     assert path["op"] == c.operator
     assert path["path"] == "tiled", path
     assert path["tiles"] == list(c.splits), path
 
-    whole = check(replace(c, splits=None), device)
+    check(replace(c, splits=None), device)
+    whole = check(replace(c, splits=(1,) * c.dims), device)
     assert whole["path"] == ("stock" if stock_serves(c) else "tiled"), whole
 
 
@@ -86,11 +87,7 @@ def test_dtypes(device, transposed, dims, splits, dtype):
 @pytest.mark.parametrize("padding", [0, 1, 2])
 @pytest.mark.parametrize("dilation", [1, 2])
 def test_stride_padding_dilation(device, transposed, dims, splits, stride, padding, dilation):
-    sizes = (
-        tuple(2 * n for n in SIZES[dims])
-        if not transposed and dims < 3
-        else tuple(n + 4 for n in SIZES[dims])
-    )
+    sizes = tuple(2 * n for n in SIZES[dims]) if not transposed and dims < 3 else tuple(n + 4 for n in SIZES[dims])
     c = configuration(
         dims,
         transposed=transposed,
@@ -151,9 +148,7 @@ def test_padding_as_large_as_its_mode_allows(device, mode, splits):
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
-@pytest.mark.parametrize(
-    "kernel,dilation", [((3, 3), (1, 1)), ((2, 4), (1, 1)), ((1, 6), (2, 3)), ((4, 3), (3, 2))]
-)
+@pytest.mark.parametrize("kernel,dilation", [((3, 3), (1, 1)), ((2, 4), (1, 1)), ((1, 6), (2, 3)), ((4, 3), (3, 2))])
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
 def test_named_padding(device, padding, kernel, dilation, mode):
     c = configuration(
@@ -167,9 +162,7 @@ def test_named_padding(device, padding, kernel, dilation, mode):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weight_layout", ["contiguous", "channels_last", "sliced"])
 def test_layouts(device, transposed, dims, layout, weight_layout):
-    check_tiled(
-        configuration(dims, transposed=transposed, layout=layout, weight_layout=weight_layout), device
-    )
+    check_tiled(configuration(dims, transposed=transposed, layout=layout, weight_layout=weight_layout), device)
 
 
 @BOTH
@@ -242,9 +235,7 @@ def test_result_does_not_alias_the_input(device):
 
 
 def test_inputs_that_need_no_gradient_give_a_leaf(device):
-    y = pc.functional.conv2d(
-        torch.randn(1, 1, 6, 6, device=device), torch.randn(1, 1, 3, 3, device=device), splits=2
-    )
+    y = pc.functional.conv2d(torch.randn(1, 1, 6, 6, device=device), torch.randn(1, 1, 3, 3, device=device), splits=2)
     assert y.grad_fn is None and not y.requires_grad
     with torch.no_grad():
         w = torch.randn(1, 1, 3, 3, device=device, requires_grad=True)

@@ -104,9 +104,7 @@ def test_padding_modes(device, mode, dims, splits, stride):
 @pytest.mark.parametrize("first", [(3, 0), (0, 3), (2, 1)])
 def test_asymmetric_padding(device, mode, dims, first):
     padding = (*first, 0, 2, 1, 0)[: 2 * dims]
-    check_tiled(
-        configuration(dims, padding=padding, padding_mode=mode, kernel=(4,) * dims, requires_grad=ALL), device
-    )
+    check_tiled(configuration(dims, padding=padding, padding_mode=mode, kernel=(4,) * dims, requires_grad=ALL), device)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "circular"])
@@ -135,9 +133,7 @@ def test_which_gradients_are_asked_for(device, transposed, requires_grad, bias, 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("channels,outputs,groups", [(4, 6, 2), (4, 4, 4), (4, 8, 4), (1, 5, 1), (6, 3, 3)])
 def test_groups_and_depthwise(device, transposed, dims, channels, outputs, groups):
-    c = configuration(
-        dims, transposed=transposed, channels=channels, outputs=outputs, groups=groups, requires_grad=ALL
-    )
+    c = configuration(dims, transposed=transposed, channels=channels, outputs=outputs, groups=groups, requires_grad=ALL)
     check_tiled(c, device)
 
 

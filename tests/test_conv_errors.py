@@ -85,8 +85,7 @@ TABLE = [
         "transposed channels",
         lambda: ops.conv_transpose2d(X, t(5, 2, 3, 3), None, 1, 0, 0, 1, 1),
         ValueError,
-        "conv_transpose2d: expected input to have 5 channels for weight of shape [5, 2, 3, 3] and "
-        "groups 1, got 4",
+        "conv_transpose2d: expected input to have 5 channels for weight of shape [5, 2, 3, 3] and groups 1, got 4",
     ),
     (
         "outputs that groups do not divide",
@@ -187,8 +186,7 @@ TABLE = [
         "replication of nothing",
         lambda: ops.conv1d(t(1, 4, 0), t(6, 4, 1), None, 1, 1, 1, 1, padding_mode="replicate"),
         ValueError,
-        "conv1d: expected an input that is not empty for replicate padding, got size 0 in spatial "
-        "dimension 0",
+        "conv1d: expected an input that is not empty for replicate padding, got size 0 in spatial dimension 0",
     ),
     (
         "kernel larger than the input",
@@ -325,9 +323,7 @@ def test_every_operator_names_itself(dims, transposed):
 GRAD = t(1, 6, 8, 8)
 
 
-def backward(
-    grad=GRAD, x=X, w=W, input_size=(1, 4, 8, 8), weight_size=(6, 4, 3, 3), mask=(True, True, True), **kw
-):
+def backward(grad=GRAD, x=X, w=W, input_size=(1, 4, 8, 8), weight_size=(6, 4, 3, 3), mask=(True, True, True), **kw):
     return ops.conv2d_backward(grad, x, w, input_size, weight_size, [1], [1], [1], 1, output_mask=mask, **kw)
 
 
@@ -377,9 +373,7 @@ BACKWARD_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "call,error,text", [row[1:] for row in BACKWARD_TABLE], ids=[row[0] for row in BACKWARD_TABLE]
-)
+@pytest.mark.parametrize("call,error,text", [row[1:] for row in BACKWARD_TABLE], ids=[row[0] for row in BACKWARD_TABLE])
 def test_backward_message(call, error, text):
     with pytest.raises(error) as caught:
         call()
@@ -437,9 +431,7 @@ def test_backend_refuses(bad):
 
 def test_backend_native_is_refused_until_it_exists():
     before = pc.backend()
-    with pytest.raises(
-        ValueError, match=r"^backend: 'native' is not served: this build has no convolution kernels"
-    ):
+    with pytest.raises(ValueError, match=r"^backend: 'native' is not served: this build has no convolution kernels"):
         pc.backend("native")
     assert pc.backend() == before
 
@@ -472,7 +464,5 @@ def test_an_error_in_a_block_restores_the_settings():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: tensors on two devices")
 def test_tensors_on_two_devices():
-    with pytest.raises(
-        ValueError, match=r"^conv2d: expected weight to be on the device of input \(cpu\), got cuda:0"
-    ):
+    with pytest.raises(ValueError, match=r"^conv2d: expected weight to be on the device of input \(cpu\), got cuda:0"):
         ops.conv2d(X, W.cuda(), None, 1, 0, 1, 1)

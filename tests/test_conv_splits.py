@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import check
+from checks import check, forward_backward, operator
+from configurations import Configuration, build, build_grad
 from test_conv import BOTH, configuration
 
 import patchconv_native as pc
@@ -102,9 +103,7 @@ def test_halo_larger_than_a_strip(device, transposed, kernel, dilation):
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_a_strip_inside_the_padding(device, mode):
     """Strips of one output row, of which the first and last see nothing but padding."""
-    c = configuration(
-        sizes=(6, 6), kernel=(2, 2), padding=(5, 5), padding_mode=mode, splits=(100, 100), content="ramp"
-    )
+    c = configuration(sizes=(6, 6), kernel=(2, 2), padding=(5, 5), padding_mode=mode, splits=(100, 100), content="ramp")
     assert check(replace(c, requires_grad=ALL), device)["path"] == "tiled"
 
 
@@ -120,9 +119,7 @@ def test_zero_padding_wider_than_the_kernel(device, dims):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_automatic_splits_follow_the_workspace_limit(device, transposed, limit, dims):
     sizes = {1: (3000,), 2: (48, 50), 3: (12, 13, 14)}[dims]
-    c = configuration(
-        dims, transposed=transposed, sizes=sizes, batch=3, splits=None, limit=limit, requires_grad=ALL
-    )
+    c = configuration(dims, transposed=transposed, sizes=sizes, batch=3, splits=None, limit=limit, requires_grad=ALL)
     with pc.record_paths() as records:
         check(c, device)
     assert [r["pass"] for r in records] == ["fprop", "dgrad", "wgrad"] or len(records) == 3
@@ -184,3 +181,55 @@ def test_float64_tiles_are_exact_to_its_last_bits(device):
     c = configuration(dtype="float64", content="ramp", kernel=(5, 5), padding=(2, 2), sizes=(23, 19))
     for rows, columns in itertools.product((2, 4, 23), (1, 3, 19)):
         check(replace(c, splits=(rows, columns), requires_grad=ALL), device)
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_tiles_in_parallel(device, threads, transposed, dtype, mode):
+    """Several tiles at once write into one result: right on any number of threads, and the same bits each
+    time.
+    """
+    c = configuration(
+        transposed=transposed,
+        dtype=dtype,
+        padding_mode="zeros" if transposed else mode,
+        sizes=(40, 30),
+        kernel=(5, 3),
+        padding=(2, 1),
+        splits=(13, 4),
+        requires_grad=ALL,
+    )
+    for splits in (c.splits, (40, 1)):
+        assert check(replace(c, splits=splits), device)["path"] == "tiled"
+    first, *others = (results(c, device) for _ in range(6))
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            assert torch.equal(one, two)
+
+
+def results(c: Configuration, device: str) -> list[torch.Tensor]:
+    found = forward_backward(operator(c), build(c, device), lambda y: build_grad(c, y))
+    return [t for t in found if t is not None]
+
+
+def test_automatic_tiles_where_stock_is_slow():
+    """oneDNN's float32 convolution with wide padding: one call would fit, and tiles are chosen all the
+    same.
+    """
+    layer = pc.Conv2d(4, 4, 13, padding=6)
+    x = torch.randn(1, 4, 40, 40)
+    found = layer(x)
+    assert pc.last_path()["path"] == "tiled"
+    assert "slow" in pc.explain(x, layer).reason
+    layer.splits = 1
+    torch.testing.assert_close(found, layer(x))
+    assert pc.last_path()["path"] == "stock", "an explicit number is obeyed"

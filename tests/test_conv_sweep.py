@@ -81,6 +81,4 @@ def assert_path(c: configurations.Configuration, path: dict[str, object]) -> Non
     if max(asked) > 1:
         assert path["path"] == "tiled", path
         pieces = path["tiles"]
-        assert isinstance(pieces, list) and all(
-            1 <= got <= want for got, want in zip(pieces, asked, strict=True)
-        ), path
+        assert isinstance(pieces, list) and all(1 <= got <= want for got, want in zip(pieces, asked, strict=True)), path

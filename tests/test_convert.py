@@ -131,9 +131,7 @@ def test_patch_convs_name():
 
 
 def test_subclasses_with_their_own_forward_are_left_alone_and_reported(device):
-    model = nn.Sequential(OwnForward(3, 4, 3), OwnInnerForward(4, 4, 3), nn.Conv2d(4, 2, 3), nn.ReLU()).to(
-        device
-    )
+    model = nn.Sequential(OwnForward(3, 4, 3), OwnInnerForward(4, 4, 3), nn.Conv2d(4, 2, 3), nn.ReLU()).to(device)
     x = image(device)
     expected = model(x)
     with pytest.warns(UserWarning, match=r"left 2 convolutions alone: 0: OwnForward .*; 1: OwnInnerForward "):
@@ -277,9 +275,7 @@ def test_parametrization_after_conversion(device):
     assert type(pc.revert(model)[0]) is nn.Conv2d
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_of_a_converted_model(device, copied):
     model = pc.convert(Net().to(device).eval(), splits=2)
     x = image(device)

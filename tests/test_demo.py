@@ -59,9 +59,7 @@ class TestFilters:
         assert bank.shape == (16, 1, 31, 31) and bank.dtype == torch.float32
         torch.testing.assert_close(bank.sum((1, 2, 3)), torch.zeros(16), atol=1e-5, rtol=0)
         torch.testing.assert_close(bank.square().sum((1, 2, 3)), torch.ones(16))
-        turned = bank.flip(
-            2, 3
-        )  # a cosine wave looks the same from either side, a sine wave is its own opposite
+        turned = bank.flip(2, 3)  # a cosine wave looks the same from either side, a sine wave is its own opposite
         torch.testing.assert_close(turned[:8], bank[:8])
         torch.testing.assert_close(turned[8:], -bank[8:])
 
@@ -112,9 +110,7 @@ class TestPicture:
         assert photo.size[0] * photo.size[1] >= 48e6
         assert photo.size[0] % 8 == photo.size[1] % 8 == 0
         assert photo.pixels.shape == (*photo.opened_size, 3) and photo.pixels.std() > 20
-        assert photo.size[0] / photo.size[1] == pytest.approx(
-            photo.opened_size[0] / photo.opened_size[1], rel=0.01
-        )
+        assert photo.size[0] / photo.size[1] == pytest.approx(photo.opened_size[0] / photo.opened_size[1], rel=0.01)
 
     def test_the_bundled_one_is_not_downloaded(self) -> None:
         code = (
@@ -171,9 +167,7 @@ class TestPicture:
         mixed = (colour * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
         torch.testing.assert_close(grey, mixed, atol=1e-4, rtol=0)
         plain = small_photo()
-        torch.testing.assert_close(
-            plain.tensor("cpu")[0, 1] * 255, torch.from_numpy(plain.pixels[..., 1]).float()
-        )
+        torch.testing.assert_close(plain.tensor("cpu")[0, 1] * 255, torch.from_numpy(plain.pixels[..., 1]).float())
 
     def test_crop(self) -> None:
         photo = small_photo(size=(256, 384))
@@ -328,9 +322,7 @@ class TestWorker:
 
     @staticmethod
     def _worker() -> Worker:
-        return Worker(
-            stages.ResnetStem(small_photo(), 0), False, "cpu", multiprocessing.Pipe()[0], lambda used: None
-        )
+        return Worker(stages.ResnetStem(small_photo(), 0), False, "cpu", multiprocessing.Pipe()[0], lambda used: None)
 
 
 class TestFigures:
@@ -338,9 +330,7 @@ class TestFigures:
         angles = np.linspace(0, np.pi, 181)[None]
         full = figures.colours(angles, np.ones_like(angles))
         assert full.min() >= 0 and full.max() <= 1
-        np.testing.assert_allclose(
-            full[0, 0], full[0, -1], atol=1e-6
-        )  # a line turned by 180 degrees is the same line
+        np.testing.assert_allclose(full[0, 0], full[0, -1], atol=1e-6)  # a line turned by 180 degrees is the same line
         apart = np.linalg.norm(full[0, 30:] - full[0, :-30], axis=-1)
         assert apart.min() > 0.15  # 30 degrees on is another colour
         assert figures.colours(angles, np.zeros_like(angles)).max() < 0.05
@@ -352,9 +342,7 @@ class TestFigures:
         image = 0.02 * np.random.default_rng(1).standard_normal((400, 600))
         image += np.sin(2 * np.pi * radius / filters.WAVELENGTH) * (radius < 45)
         image[300:, :300] += 2 * np.sin(2 * np.pi * right[300:, :300] / filters.WAVELENGTH)
-        padded = torch.nn.functional.pad(
-            torch.from_numpy(image).float()[None, None], [15] * 4, mode="replicate"
-        )
+        padded = torch.nn.functional.pad(torch.from_numpy(image).float()[None, None], [15] * 4, mode="replicate")
         top, left, height, width = figures.choose_window(small_photo(400, 600), seen(padded), step=1)
         assert top < 130 < top + height and left < 420 < left + width
         assert top >= 0 and left >= 0 and top + height <= 400 and left + width <= 600

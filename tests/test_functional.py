@@ -46,9 +46,7 @@ def test_signatures(dims):
         parameters = inspect.signature(getattr(pc.functional, name)).parameters
         assert list(parameters) == positional + keywords
         for key, parameter in parameters.items():
-            expected = (
-                inspect.Parameter.KEYWORD_ONLY if key in keywords else inspect.Parameter.POSITIONAL_OR_KEYWORD
-            )
+            expected = inspect.Parameter.KEYWORD_ONLY if key in keywords else inspect.Parameter.POSITIONAL_OR_KEYWORD
             assert parameter.kind is expected, (name, key)
             assert parameter.default == DEFAULTS.get(key, inspect.Parameter.empty), (name, key)
 

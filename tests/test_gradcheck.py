@@ -121,9 +121,7 @@ def test_third_derivative(device, transposed):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "mask", [(True, True, True), (True, False, True), (False, True, False), (False, False, True)]
-)
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, False), (False, False, True)])
 def test_backward_operator_by_itself(device, transposed, mask):
     """The backward operators are differentiable operators of their own, with any mask."""
     c = small(transposed=transposed, bias=False)
@@ -135,9 +133,7 @@ def test_backward_operator_by_itself(device, transposed, mask):
     middle = [c.output_padding, c.groups, c.dilation] if transposed else [c.dilation, c.groups]
 
     def call(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = native(
-            grad, x, w, x.shape, w.shape, c.stride, c.padding, *middle, splits=c.splits, output_mask=mask
-        )
+        found = native(grad, x, w, x.shape, w.shape, c.stride, c.padding, *middle, splits=c.splits, output_mask=mask)
         return tuple(f for f, wanted in zip(found, mask, strict=True) if wanted)
 
     assert gradcheck(call, (grad, x, w))

@@ -95,9 +95,7 @@ def run(name: str, layout: str) -> dict[str, dict[str, object]]:
         note("fprop", y, rise)
         grad = y.detach()  # the output itself serves as a dense gradient
         for what, leaf in (("dgrad", x), ("wgrad", w)):
-            (result,), rise = measured(
-                lambda leaf=leaf: torch.autograd.grad(y, [leaf], grad, retain_graph=True)
-            )
+            (result,), rise = measured(lambda leaf=leaf: torch.autograd.grad(y, [leaf], grad, retain_graph=True))
             note(what, result, rise)
             del result
         return found
@@ -137,9 +135,7 @@ def test_peak(name, layout):
     for what, seen in found.items():
         path, extra = seen["path"], seen["extra"]
         assert path["pass"] == what
-        assert extra <= LIMIT, (
-            f"{what}: {extra:.0f} MiB beyond the result of {seen['result']:.0f} MiB, {path}"
-        )
+        assert extra <= LIMIT, f"{what}: {extra:.0f} MiB beyond the result of {seen['result']:.0f} MiB, {path}"
         if layout == "contiguous" and what == "fprop":
             assert path["path"] == "tiled", path
 

@@ -32,9 +32,7 @@ def stock_like(layer: nn.Module, *args, **kwargs) -> nn.Module:
     """torch's own module with the same arguments and parameters."""
     kwargs.pop("splits", None)
     name = type(layer).__name__
-    other = getattr(nn, name)(
-        *(args or (4, 6, 3)), device=layer.weight.device, dtype=layer.weight.dtype, **kwargs
-    )
+    other = getattr(nn, name)(*(args or (4, 6, 3)), device=layer.weight.device, dtype=layer.weight.dtype, **kwargs)
     other.load_state_dict(layer.state_dict())
     return other
 
@@ -106,9 +104,7 @@ def test_state_dict_goes_both_ways(name, bias):
 def test_forward_and_backward_are_those_of_torch(device, name, splits):
     splits = (2,) * dims_of(name) if splits == "each" else splits
     # In float64: stock's own float32 sums of a bias gradient are off in the fifth digit.
-    layer = make(
-        name, 4, 6, 3, stride=2, padding=1, dilation=2, groups=2, splits=splits, device=device
-    ).double()
+    layer = make(name, 4, 6, 3, stride=2, padding=1, dilation=2, groups=2, splits=splits, device=device).double()
     stock = stock_like(layer, 4, 6, 3, stride=2, padding=1, dilation=2, groups=2)
     x = image(name, device).double().requires_grad_()
     y = x.detach().clone().requires_grad_()

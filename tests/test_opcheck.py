@@ -101,9 +101,7 @@ def test_backward(device, dims, splits, transposed, layout, grad_layout, weight_
 @DIMS
 @SPLITS
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "mask", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3]
-)
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
 @pytest.mark.parametrize("batched", [True, False])
 def test_backward_masks(device, dims, splits, transposed, mask, batched):
     """Only what the mask needs is given; results that nobody asked for are undefined."""
@@ -126,14 +124,10 @@ def test_dtypes(device, dims, transposed, dtype):
     w = torch.randn(2, 2, *[3] * dims, device=device).to(dtype).requires_grad_()
     # Half precision is compared by shape and dtype only: opcheck's tolerances are those of float32.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        getattr(ops, name(dims, transposed)).default, (x, w), {"splits": [2]}, test_utils=checks
-    )
+    torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w), {"splits": [2]}, test_utils=checks)
 
 
 def test_six_operators_and_their_backwards_are_registered():
-    found = {
-        op.split("::")[1] for op in torch._C._dispatch_get_all_op_names() if op.startswith("patchconv::")
-    }
+    found = {op.split("::")[1] for op in torch._C._dispatch_get_all_op_names() if op.startswith("patchconv::")}
     forward = {name(dims, transposed) for dims in (1, 2, 3) for transposed in (False, True)}
     assert found >= forward | {f"{op}_backward" for op in forward}

@@ -185,9 +185,7 @@ def test_an_in_place_edit_is_noticed(device, name, splits, which):
 
 @ALL
 @SPLITS
-@pytest.mark.parametrize(
-    "which,wanted", [(0, (True, False, True)), (1, (False, True, True)), (2, (True, True, True))]
-)
+@pytest.mark.parametrize("which,wanted", [(0, (True, False, True)), (1, (False, True, True)), (2, (True, True, True))])
 def test_an_edit_of_what_is_not_saved_is_allowed(device, name, splits, which, wanted):
     given = leaves(name, device, wanted)
     y = call(name, splits, *given)
@@ -318,9 +316,7 @@ def test_backward_on_another_thread(device, splits):
     expected = torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)
     found: list[tuple[Tensor, ...]] = []
     threads = [
-        threading.Thread(
-            target=lambda: found.append(torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True))
-        )
+        threading.Thread(target=lambda: found.append(torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)))
         for _ in range(4)
     ]
     for thread in threads:

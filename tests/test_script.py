@@ -20,9 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning",
 
 
 def call_conv2d(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.patchconv.conv2d(
-        x, w, b, [2, 1], [1, 2, 0, 1], [1, 1], 1, padding_mode="reflect", splits=[3, 2]
-    )
+    return torch.ops.patchconv.conv2d(x, w, b, [2, 1], [1, 2, 0, 1], [1, 1], 1, padding_mode="reflect", splits=[3, 2])
 
 
 def call_transposed(x: Tensor, w: Tensor) -> Tensor:
@@ -117,9 +115,7 @@ def test_scripted_converted_model(device):
 
 
 def test_traced_model(device):
-    model = pc.convert(
-        nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.ConvTranspose2d(4, 2, 3)), splits=2
-    )
+    model = pc.convert(nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.ConvTranspose2d(4, 2, 3)), splits=2)
     model.to(device)
     x = torch.randn(1, 3, 8, 8, device=device)
     traced = reloaded(torch.jit.trace(model, x))

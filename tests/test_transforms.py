@@ -41,9 +41,7 @@ def tensors(name: str, device: str, batch: tuple[int, ...] = (2,)) -> tuple[Tens
 @pytest.fixture(autouse=True)
 def own_path_afterwards(device):
     yield
-    pc.functional.conv2d(
-        torch.ones(1, 1, 6, 6, device=device), torch.ones(1, 1, 3, 3, device=device), splits=2
-    )
+    pc.functional.conv2d(torch.ones(1, 1, 6, 6, device=device), torch.ones(1, 1, 3, 3, device=device), splits=2)
     assert pc.last_path()["path"] == "tiled"
 
 
@@ -65,9 +63,7 @@ def test_grad_of_grad(device, name):
 
     def second(call):
         def inner(x, w, b):
-            return sum(
-                g.square().sum() for g in grad(lambda *t: call(*t).square().sum(), argnums=(0, 1))(x, w, b)
-            )
+            return sum(g.square().sum() for g in grad(lambda *t: call(*t).square().sum(), argnums=(0, 1))(x, w, b))
 
         return grad(inner, argnums=(0, 1, 2))(*given)
 

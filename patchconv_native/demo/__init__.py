@@ -32,9 +32,7 @@ class DemoError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--image", type=Path, metavar="FILE", help="your own picture (otherwise: Chelsea the cat)"
-    )
+    parser.add_argument("--image", type=Path, metavar="FILE", help="your own picture (otherwise: Chelsea the cat)")
     parser.add_argument(
         "--megapixels",
         type=_megapixels,
@@ -42,12 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size the picture is brought to (48)",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(), metavar="DIR", help="where the pictures go (here)"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU, if there is one)"
-    )
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the pictures go (here)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (the GPU, if there is one)")
     parser.add_argument(
         "--memory",
         type=_gibibytes,

@@ -229,7 +229,7 @@ def _draw_stage(axes: Axes, result: StageResult) -> None:
         axes.annotate(
             f"peak {peak:.2f} GiB: {report.size(took.workspace)} above the floor",
             (times[at], peak),
-            xytext=(0, 7),
+            xytext=(0, 7 if took.workspace > shapes.floor / 10 else 20),  # clear of the floor's label
             textcoords="offset points",
             ha="right" if times[at] > longest / 2 else "left",
             color=colour,
@@ -254,7 +254,7 @@ def _draw_stage(axes: Axes, result: StageResult) -> None:
     axes.set_title(result.stage.name, fontsize=11.5)
     axes.set_xlabel("seconds")
     axes.set_xlim(0, longest * 1.02)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.18)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(loc="upper left", frameon=False, ncols=2)

@@ -72,9 +72,7 @@ def load(file: Path | None, megapixels: float) -> Photo:
     picture = _open(_bundled() if file is None else file)
     opened = (picture.height, picture.width)
     if min(opened) < SMALLEST_SIDE:
-        raise DemoError(
-            f"the picture is {opened[1]} x {opened[0]} pixels; either side must be {SMALLEST_SIDE} or more"
-        )
+        raise DemoError(f"the picture is {opened[1]} x {opened[0]} pixels; either side must be {SMALLEST_SIDE} or more")
     scale = math.sqrt(megapixels * 1e6 / (opened[0] * opened[1]))
     # Whole multiples of 8, so that strides divide and the picture shrinks evenly for display.
     height, width = (8 * math.ceil(side * scale / 8) for side in opened)
@@ -107,9 +105,7 @@ def _open(file: Path) -> Image.Image:
     except MemoryError:
         raise DemoError(f"{file} does not fit into memory once decoded") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # damaged files end in any of these
-        raise DemoError(
-            f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
+        raise DemoError(f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
 
 
 def _as_rgb(picture: Image.Image) -> Image.Image:
@@ -128,9 +124,7 @@ def _as_rgb(picture: Image.Image) -> Image.Image:
 
 def _bundled() -> Path:
     package, inside = BUNDLED
-    spec = importlib.util.find_spec(
-        package
-    )  # found, not imported: importing it costs a second and brings scipy
+    spec = importlib.util.find_spec(package)  # found, not imported: importing it costs a second and brings scipy
     for folder in (spec.submodule_search_locations if spec else None) or ():
         if (file := Path(folder) / inside).is_file():
             return file

@@ -58,9 +58,7 @@ def introduce(console: Console, photo: Photo, device: str, seed: int) -> None:
         way = f"enlarged {photo.scale:.3g} times"
     elif photo.opened_size != photo.size:
         way = f"made smaller {width / photo.size[1]:.3g} times"
-    where = (
-        torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
-    )
+    where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
     console.print(
         f"[bold]{escape(photo.name)}[/], {width} x {height}, {way} to {photo.size[1]} x {photo.size[0]} "
         f"({megapixels(photo)}), float32, on {where}"

@@ -68,9 +68,7 @@ class GaborBank:
     def shapes(self) -> Shapes:
         height, width = self._photo.size
         padded = (height + 2 * self._margin) * (width + 2 * self._margin)
-        return Shapes(
-            4 * padded, 4 * 2 * filters.DIRECTIONS * filters.TAPS**2, 8 * filters.DIRECTIONS * height * width
-        )
+        return Shapes(4 * padded, 4 * 2 * filters.DIRECTIONS * filters.TAPS**2, 8 * filters.DIRECTIONS * height * width)
 
 
 class ResnetStem:

@@ -58,9 +58,7 @@ class Difference:
 class _Job:
     """A stage in the hands of one library; every public method is a command."""
 
-    def __init__(
-        self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]
-    ):
+    def __init__(self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]):
         self._stage, self._converted, self._device = stage, converted, device
         self._peer, self._watch = peer, watch
         self._module = stage.module().to(device)  # now, while nothing is measured: it imports torchvision
@@ -176,9 +174,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
         self._commands, theirs = context.Pipe()
         self._watch = watch
-        self._process = context.Process(
-            target=_serve, args=(theirs, peer, stage, converted, device), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(theirs, peer, stage, converted, device), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
 
