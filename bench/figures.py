@@ -135,35 +135,43 @@ def conv_speed(data: dict[str, Any]) -> Any:
 
 
 def padding(data: dict[str, Any]) -> Any:
-    """A map a number of channels: how many times slower stock is, by kernel and columns of padding."""
-    rows = [row for row in data["rows"] if row["direction"] == "columns"]
+    """Maps of how many times slower stock is, by kernel and columns of padding; rows of maps by threads."""
+    rows = [row for row in data["rows"] if row["direction"] == "columns" and not row["large"]]
     if not rows:
         return None
     import matplotlib
     from matplotlib.colors import LogNorm
 
+    threads = sorted({row["threads"] for row in rows})
     channels = sorted({row["channels"] for row in rows})
     kernels, widths = sorted({row["kernel"] for row in rows}), sorted({row["padding"] for row in rows})
     most = max(10.0, max(row["stock_over_ours"]["median"] for row in rows))
-    figure, axes = _figure(1, len(channels), 1.2 + 0.42 * len(widths) * len(channels), 1.6 + 0.36 * len(kernels))
+    width = 1.2 + 0.42 * len(widths) * len(channels)
+    figure, axes = _figure(len(threads), len(channels), width, 0.6 + len(threads) * (1 + 0.3 * len(kernels)))
+    norm = LogNorm(1 / most, most)
     image: Any = None
-    for ax, count in zip(axes[0], channels, strict=True):
-        cells = {(r["kernel"], r["padding"]): r["stock_over_ours"]["median"] for r in rows if r["channels"] == count}
-        values = [[cells.get((k, w), float("nan")) for w in widths] for k in kernels]
-        image = ax.imshow(values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=LogNorm(1 / most, most), aspect="auto")
-        for y, line in enumerate(values):
-            for x, value in enumerate(line):
-                if value == value:
-                    dark = value > most**0.6
-                    text = f"{value:.0f}" if value >= 9.5 else f"{value:.1f}"
-                    ax.text(x, y, text, ha="center", va="center", fontsize=6, color="white" if dark else "black")
-        ax.set_title(f"{count} channel{'s' if count > 1 else ''} to {data['outputs']}", fontsize=9)
-        ax.set_xticks(range(len(widths)), widths)
-        ax.set_yticks(range(len(kernels)), kernels)
-        ax.set_xlabel("columns of padding", fontsize=8)
-        ax.tick_params(labelsize=7)
-    axes[0][0].set_ylabel("kernel", fontsize=8)
-    bar = figure.colorbar(image, ax=axes[0], shrink=0.8)
+    for line, used in zip(axes, threads, strict=True):
+        for ax, count in zip(line, channels, strict=True):
+            mine = [row for row in rows if (row["threads"], row["channels"]) == (used, count)]
+            if not mine:
+                ax.set_visible(False)
+                continue
+            cells = {(row["kernel"], row["padding"]): row["stock_over_ours"]["median"] for row in mine}
+            values = [[cells.get((k, w), float("nan")) for w in widths] for k in kernels]
+            image = ax.imshow(values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=norm, aspect="auto")
+            for (kernel, columns), value in cells.items():
+                text = f"{value:.0f}" if value >= 9.5 else f"{value:.1f}"
+                colour = "white" if value > most**0.6 else "black"
+                place = widths.index(columns), kernels.index(kernel)
+                ax.text(*place, text, ha="center", va="center", fontsize=6, color=colour)
+            many = "1 thread" if used == 1 else f"{used or data['hardware']['threads']} threads"
+            ax.set_title(f"{count} channel{'s' if count > 1 else ''} to {data['outputs']}, {many}", fontsize=9)
+            ax.set_xticks(range(len(widths)), widths)
+            ax.set_yticks(range(len(kernels)), kernels)
+            ax.set_xlabel("columns of padding", fontsize=8)
+            ax.tick_params(labelsize=7)
+        line[0].set_ylabel("kernel", fontsize=8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8)
     bar.set_label("stock's time / ours", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     _foot(figure, data)

@@ -1,7 +1,7 @@
 """Microseconds that a call of a converted module takes more than stock's, where nothing needs to be split.
 
 The convolutions are as small as they come, so that a call is all overhead. Stock and ours run in turn in
-blocks of a few hundred calls; a block's mean is one sample, and what we add is the median of the pairs'
+blocks of a hundred calls or so; a block's mean is one sample, and what we add is the median of the pairs'
 differences (beside it, the difference of the smallest samples, which is less disturbed by other work). Three
 modes: without gradients; forward with the graph recorded; forward and backward. The target is 5 microseconds
 for a forward call.
@@ -24,7 +24,7 @@ from . import measure, report
 from .measure import Spread
 
 TARGET = 5.0
-BLOCKS = {"full": (150, 300), "small": (10, 50), "tiny": (3, 10)}  # blocks, calls a block
+BLOCKS = {"full": (100, 150), "small": (10, 50), "tiny": (3, 10)}  # blocks, calls a block
 MODES = ("no_grad", "forward", "forward and backward")
 
 

@@ -5,14 +5,14 @@ its usual one (ONEDNN_VERBOSE=1 names them: gemm, ref), although the padded conv
 tiles bring wide padding with them, as zeros copied along with the tile, and then ask for a convolution
 without any; from which width on is the constant kMaxPadding in csrc/cpu/conv.cpp, and this script is where it
 comes from. Kernels 3 to 31, 0 to 20 columns, 1 to 64 input channels, 16 outputs; for some also rows in place
-of columns.
+of columns. Which way oneDNN takes depends on the number of threads and on the size of the picture as well, so
+there are tables for one thread, and one for a large picture.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,27 +41,32 @@ class Cell:
     channels: int
     kernel: int
     padding: int
-    direction: str  # that is padded: "columns" or "rows"
+    direction: str = "columns"  # that is padded, or "rows"
+    threads: int = 0  # 0: as many as torch takes by itself
+    large: bool = False
 
     @property
     def side(self) -> int:
-        """Of the image: what keeps arithmetic the same, within reason."""
+        """Of the picture: what keeps arithmetic the same, within reason."""
+        if self.large:
+            return 512
         places = ARITHMETIC / (2 * OUTPUTS * self.channels * self.kernel**2)
         return max(self.kernel + 9, min(256, int(places**0.5)))
 
 
-def cells(size: str) -> Iterator[Cell]:
+def cells(size: str) -> list[Cell]:
     if size == "tiny":
-        yield from (Cell(1, k, p, "columns") for k in (3, 9) for p in (0, 5))
-        return
-    kernels = KERNELS if size == "full" else (3, 9, 15)
-    for channels in CHANNELS if size == "full" else (1, 16):
-        for kernel in kernels:
-            yield from (Cell(channels, kernel, padding, "columns") for padding in COLUMNS)
-    if size == "full":
-        for channels in (1, 16):
-            for kernel in (7, 15, 31):
-                yield from (Cell(channels, kernel, padding, "rows") for padding in (0, 3, 4, 7, 15))
+        return [Cell(1, k, p) for k in (3, 9) for p in (0, 5)]
+    if size == "small":
+        return [Cell(c, k, p, threads=t) for t in (0, 1) for c in (1, 16) for k in (3, 15) for p in (0, 3, 4, 7)]
+    table = [Cell(c, k, p) for c in CHANNELS for k in KERNELS for p in COLUMNS]
+    table += [Cell(c, k, p, threads=1) for c in (1, 16) for k in (3, 9, 15, 31) for p in COLUMNS]
+    table += [Cell(c, k, p, "rows") for c in (1, 16) for k in (7, 15, 31) for p in (0, 3, 4, 7, 15)]
+    return (
+        table
+        + [Cell(c, k, p, large=True) for c in (1, 16) for k in (9, 15) for p in (0, 3, 4, 7)]
+        + [Cell(1, 31, p, large=True) for p in (0, 3, 4, 15)]
+    )
 
 
 def time_cell(cell: Cell, budget: float) -> dict[str, Any]:
@@ -71,12 +76,17 @@ def time_cell(cell: Cell, budget: float) -> dict[str, Any]:
     ours = pc.Conv2d(cell.channels, OUTPUTS, cell.kernel, padding=padding).requires_grad_(False)
     ours.load_state_dict(stock.state_dict())
     x = torch.randn(1, cell.channels, cell.side, cell.side)
-    timed = measure.paired({"stock": lambda: stock(x), "ours": lambda: ours(x)}, budget, least=1, most=20)
-    flop = 2 * stock(x).numel() * cell.channels * cell.kernel**2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cell.threads or threads)
+    try:
+        timed = measure.paired({"stock": lambda: stock(x), "ours": lambda: ours(x)}, budget, least=1, most=20)
+        places = ours(x).shape[2:].numel()
+    finally:
+        torch.set_num_threads(threads)
     # Stock's time in units of ours: how many times slower it is.
     return vars(cell) | {
         "side": cell.side,
-        "gflop": round(flop / 1e9, 3),
+        "gflop": round(2 * places * OUTPUTS * cell.channels * cell.kernel**2 / 1e9, 3),
         "path": pc.last_path()["path"],
         "rounds": timed.rounds,
         "ms": {side: timed.time(side).median * 1e3 for side in ("stock", "ours")},
@@ -85,7 +95,7 @@ def time_cell(cell: Cell, budget: float) -> dict[str, Any]:
 
 
 def measure_all(size: str) -> dict[str, Any]:
-    wanted = list(cells(size))
+    wanted = cells(size)
     data = measure.report_head("padding", size) | {"outputs": OUTPUTS, "rows": [], "missing": 0}
     start = time.perf_counter()
     for index, cell in enumerate(wanted):
@@ -97,6 +107,7 @@ def measure_all(size: str) -> dict[str, Any]:
         data["rows"].append(row)
         print(
             f"C={row['channels']:<3} k={row['kernel']:<3} {row['padding']:>2} {row['direction']:<8} "
+            f"{row['side']:>3} squared, {row['threads'] or 'all'} threads  "
             f"stock {row['ms']['stock']:9.2f} ms  ours {row['ms']['ours']:8.2f} ms ({row['path']})  "
             f"stock/ours {row['stock_over_ours']['median']:7.2f}",
             flush=True,

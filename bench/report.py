@@ -131,15 +131,18 @@ def padding(data: dict[str, Any]) -> str:
         "others were handed to stock.\n"
     )
     parts = [heading(data, "Wide zero padding on the CPU, float32"), text]
-    for direction in ("columns", "rows"):
-        for channels in sorted({r["channels"] for r in data["rows"] if r["direction"] == direction}):
-            rows = [r for r in data["rows"] if r["direction"] == direction and r["channels"] == channels]
-            widths = sorted({r["padding"] for r in rows})
-            kernels = sorted({r["kernel"] for r in rows})
-            cells = {(r["kernel"], r["padding"]): r for r in rows}
-            lines = [[k, *[_padding_cell(cells.get((k, w))) for w in widths]] for k in kernels]
-            parts.append(f"C={channels} to {data['outputs']}, padding of {direction}\n")
-            parts.append(table(["kernel", *map(str, widths)], lines) + "\n")
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in data["rows"]:
+        groups.setdefault((row["direction"], row["threads"], row["large"], row["channels"]), []).append(row)
+    for (direction, threads, large, channels), rows in groups.items():
+        widths = sorted({r["padding"] for r in rows})
+        cells = {(r["kernel"], r["padding"]): r for r in rows}
+        kernels = sorted({r["kernel"] for r in rows})
+        lines = [[k, *[_padding_cell(cells.get((k, w))) for w in widths]] for k in kernels]
+        used = "one thread" if threads == 1 else f"{threads or data['hardware']['threads']} threads"
+        size = f", {rows[0]['side']} squared" if large else ""
+        parts.append(f"C={channels} to {data['outputs']}, padding of {direction}, {used}{size}\n")
+        parts.append(table(["kernel", *map(str, widths)], lines) + "\n")
     if data["missing"]:
         parts.append(f"{data['missing']} cells were not reached in time.\n")
     return "\n".join(parts)

@@ -42,7 +42,8 @@ class Explanation:
     def __str__(self) -> str:
         name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
         if self.path == "stock":
-            return f"{name}\n  path       stock (one call)\n  workspace  {_mib(self.workspace_bytes)}\n  why        {self.reason}"
+            rows = [name, "  path       stock (one call)", f"  workspace  {_mib(self.workspace_bytes)}"]
+            return "\n".join([*rows, f"  why        {self.reason}"])
         return "\n".join(
             [
                 name,
