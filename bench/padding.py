@@ -1,6 +1,6 @@
 """Stock's time against ours where the zero padding is wide, float32 on the CPU.
 
-oneDNN computes convolutions whose padding passes a few columns by ways that are 2 to 700 times slower than
+oneDNN computes convolutions whose padding passes a few columns by ways that are 2 to about 280 times slower than
 its usual one (ONEDNN_VERBOSE=1 names them: gemm, ref), although the padded convolution is no more work. Our
 tiles bring wide padding with them, as zeros copied along with the tile, and then ask for a convolution
 without any; from which width on is the constant kMaxPadding in csrc/cpu/conv.cpp, and this script is where it

@@ -174,7 +174,12 @@ class CpuEngine : public ConvEngine {
   }
 
   void fold(const Tensor& tile, const Region& region, PaddingMode mode, const Tensor& target) const override {
-    if (backend() == Backend::kAten) return ConvEngine::fold(tile, region, mode, target);
+    // Half precision is rounded at every addition to the target, so a tile is folded onto itself first. Where
+    // padding comes from the far end (circular) that would take a buffer of the whole dimension.
+    const bool half = target.scalar_type() == at::kHalf || target.scalar_type() == at::kBFloat16;
+    if (backend() == Backend::kAten || (half && mode != PaddingMode::kCircular)) {
+      return ConvEngine::fold(tile, region, mode, target);
+    }
     move_tile(TileMove::kFold, target, region, mode, tile);
   }
 };

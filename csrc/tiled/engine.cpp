@@ -140,19 +140,23 @@ void ConvEngine::store(const Tensor& tile, const Region& region, const Tensor& t
 
 void ConvEngine::fold(const Tensor& tile, const Region& region, PaddingMode mode,
                       const Tensor& target) const {
-  // One dimension after another: the folded tile keeps its size in dimensions that lie inside the target.
-  Tensor folded = tile.to(target.scalar_type());
+  // One dimension after another, in the tile's precision: what falls on one coordinate is added up before the
+  // target rounds it. A dimension shrinks to the coordinates that are met.
+  Tensor folded = tile;
   Region inside = region;
   for (const auto d : irange(region.ranges.size())) {
     const Range range = region.ranges[d];
     const int64_t size = target.size(2 + d);
     if (range.begin >= 0 && range.end <= size) continue;
-    const auto indices = source_indices(mode, range, size);
+    auto indices = source_indices(mode, range, size);
+    const auto [first, last] = std::minmax_element(indices.begin(), indices.end());
+    const Range met{*first, *last + 1};
+    for (int64_t& index : indices) index -= met.begin;
     auto sizes = folded.sizes().vec();
-    sizes[2 + d] = size;
+    sizes[2 + d] = met.size();
     folded = at::zeros(sizes, folded.options())
                  .index_add_(2 + d, at::tensor(indices, at::kLong).to(target.device()), folded);
-    inside.ranges[d] = {0, size};
+    inside.ranges[d] = met;
   }
   inside.view(target).add_(folded);
 }
