@@ -224,6 +224,6 @@ def device_limits(device: str) -> dict[str, float]:
     a = torch.randn(side, side, device=device).bfloat16()
     product = statistics.median(timer(lambda: a @ a, 0.3))
     return {
-        "copy_gb_s": round(2 * count / copy / 1e6, 1),
-        "bf16_tflop_s": round(2 * side**3 / product / 1e9, 3),
+        "copy_gb_s": 2 * count / copy / 1e6,
+        "bf16_tflop_s": 2 * side**3 / product / 1e9,
     }

@@ -31,7 +31,8 @@ namespace {
 // Tiles beyond the last-level cache gain nothing; much smaller ones pay for more calls.
 constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 
-// oneDNN computes wider zero padding than this by ways that are 2 to 700 times slower (bench/padding.py).
+// oneDNN computes wider zero padding than this by ways that are two to some hundred times slower
+// (bench/padding.py).
 constexpr int64_t kMaxPadding = 3;
 
 int64_t volume(const std::vector<int64_t>& sizes) {
