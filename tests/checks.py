@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import reference
@@ -46,6 +47,8 @@ def operator(c: Configuration) -> Callable[..., Tensor]:
 
 def stock(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     """Stock PyTorch on the same arguments: what it cannot pad itself is padded with F.pad first."""
+    if crashes_stock(c):
+        return stock(replace(c, dtype="float32"), x.float(), w.float(), None if b is None else b.float()).to(x.dtype)
     call = getattr(F, c.operator)
     if c.transposed:
         return call(x, w, b, c.stride, c.padding, c.output_padding, c.groups, c.dilation)
@@ -55,6 +58,22 @@ def stock(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     mode = "constant" if c.padding_mode == "zeros" else c.padding_mode
     padded = F.pad(x, [n for pair in reversed(pairs) for n in pair], mode=mode)
     return call(padded, w, b, c.stride, 0, c.dilation, c.groups)
+
+
+def crashes_stock(c: Configuration) -> bool:
+    """oneDNN's bfloat16 kernels for AVX-512 crash where, in some dimension, no tap of any kernel meets the grid."""
+    if c.dtype not in ("float16", "bfloat16"):
+        return False
+    pairs = reference.padding_pairs(c.padding, c.kernel, c.dilation)
+    for d, (size, kernel, (before, after)) in enumerate(zip(c.sizes, c.kernel, pairs, strict=True)):
+        reach = (kernel - 1) * c.dilation[d] + 1
+        big, small = size, (size + before + after - reach) // c.stride[d] + 1
+        if c.transposed:
+            big, small = (size - 1) * c.stride[d] - 2 * before + reach + c.output_padding[d], size
+        taps = (p * c.stride[d] + r * c.dilation[d] - before for p in range(small) for r in range(kernel))
+        if not any(0 <= tap < big for tap in taps):
+            return True
+    return False
 
 
 def oracle(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -131,10 +150,9 @@ def check_values(
     tiny = 2.0**-25 if c.dtype == "float16" else 0.0
     error = (got.double() - wanted).abs()
     stock_error = (theirs.double() - wanted).abs().max()
-    # Padding that shows an element again adds to its gradient, and every addition may round.
-    shown = copies(c) if name == "grad_input" else 1
-    count *= shown
-    slack = shown * unit * wanted.abs().max() + 2 * accumulator * count**0.5 * total.abs().max() + tiny
+    if name == "grad_input":  # padding that shows an element again adds to its gradient
+        count *= copies(c)
+    slack = unit * wanted.abs().max() + 2 * accumulator * count**0.5 * total.abs().max() + tiny
     worst = error.max()
     assert worst <= 1.1 * stock_error + slack, (
         f"{name}: error {worst:.3e} at {place_of_max(error)}, stock {stock_error:.3e}, slack {slack:.3e}"

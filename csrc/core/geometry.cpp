@@ -49,6 +49,24 @@ Range ConvDim::small_range(Range range) const {
   return intersect({first, last + 1}, {0, small});
 }
 
+bool ConvDim::reads_only_padding() const {
+  auto misses = [this](int64_t p) {
+    for (int64_t r = 0; r < kernel; ++r) {
+      const int64_t i = p * stride + r * dilation - pad_before;
+      if (i >= 0 && i < big) return false;
+    }
+    return true;
+  };
+  // Only kernels that overlap an edge can miss the grid, unless their holes are wider than the grid.
+  for (int64_t p = 0; p < small && p * stride < pad_before; ++p) {
+    if (misses(p)) return true;
+  }
+  for (int64_t p = small - 1; p >= 0 && p * stride + reach() - 1 - pad_before >= big; --p) {
+    if (misses(p)) return true;
+  }
+  return false;
+}
+
 int64_t source_index(PaddingMode mode, int64_t i, int64_t size) {
   if (i >= 0 && i < size) return i;
   switch (mode) {
@@ -69,6 +87,43 @@ std::vector<int64_t> source_indices(PaddingMode mode, Range range, int64_t size)
   std::vector<int64_t> indices(range.size());
   for (int64_t i = 0; i < range.size(); ++i) indices[i] = source_index(mode, range.begin + i, size);
   return indices;
+}
+
+std::vector<Range> shown_at(PaddingMode mode, Range range, const ConvDim& dim) {
+  const Range front{-dim.pad_before, 0};
+  const Range back{dim.big, dim.big + dim.pad_after};
+  const auto [a, b] = range;
+  std::vector<Range> stretches;
+  switch (mode) {
+    case PaddingMode::kZeros:
+      break;
+    case PaddingMode::kReflect:  // coordinate 0 and the last one are not shown again
+      stretches = {
+          intersect({1 - b, 1 - std::max<int64_t>(a, 1)}, front),
+          intersect({2 * (dim.big - 1) - std::min(b, dim.big - 1) + 1, 2 * (dim.big - 1) - a + 1}, back)};
+      break;
+    case PaddingMode::kReplicate:
+      if (a == 0) stretches.push_back(front);
+      if (b == dim.big) stretches.push_back(back);
+      break;
+    case PaddingMode::kCircular:
+      stretches = {intersect({a - dim.big, b - dim.big}, front), intersect({a + dim.big, b + dim.big}, back)};
+      break;
+  }
+  std::vector<Range> places{range};
+  for (Range rest : stretches) {
+    if (rest.empty()) continue;
+    Range& whole = places.front();
+    if ((rest.end == whole.begin || rest.begin == whole.end) &&
+        whole.size() + rest.size() <= 3 * range.size() / 2) {
+      whole = {std::min(whole.begin, rest.begin), std::max(whole.end, rest.end)};
+      continue;
+    }
+    for (; !rest.empty(); rest.begin += range.size()) {
+      places.push_back({rest.begin, std::min(rest.end, rest.begin + range.size())});
+    }
+  }
+  return places;
 }
 
 }  // namespace patchconv

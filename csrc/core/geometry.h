@@ -57,6 +57,9 @@ struct ConvDim {
   // Size of the small grid that the other members give: torch's formula. Zero or less means the kernel does
   // not fit.
   int64_t small_size() const { return (big + pad_before + pad_after - reach()) / stride + 1; }
+
+  // Whether some small coordinate meets padding with every tap.
+  bool reads_only_padding() const;
 };
 
 // The big coordinate whose value stands at coordinate `i`, which may lie in the padding; -1 where the value
@@ -65,5 +68,10 @@ int64_t source_index(PaddingMode mode, int64_t i, int64_t size);
 
 // source_index over a range.
 std::vector<int64_t> source_indices(PaddingMode mode, Range range, int64_t size);
+
+// Where the values of `range`, a part of the big grid, stand in the padded grid: in `range` itself and in
+// what padding shows of it. Stretches that touch `range` are joined to it unless that would make it longer by
+// more than half; none of the others is longer than `range`.
+std::vector<Range> shown_at(PaddingMode mode, Range range, const ConvDim& dim);
 
 }  // namespace patchconv

@@ -13,8 +13,8 @@ struct Extent {
   int64_t small = 0;
 };
 
-Extent largest_tile(const ConvDim& dim, CutGrid grid, bool cut_padding, int64_t pieces) {
-  const int64_t total = cut_extent(dim, grid, cut_padding).size();
+Extent largest_tile(const ConvDim& dim, CutGrid grid, int64_t pieces) {
+  const int64_t total = cut_extent(dim, grid).size();
   const int64_t length = (total + pieces - 1) / pieces;
   if (grid == CutGrid::kSmall) return {(length - 1) * dim.stride + dim.reach(), length};
   // A transposed tile is computed from whole kernels and cropped: count what is computed.
@@ -26,7 +26,7 @@ int64_t tile_bytes(const PlanRequest& request, const std::vector<int64_t>& piece
   int64_t big = 1;
   int64_t small = 1;
   for (size_t d = 0; d < pieces.size(); ++d) {
-    const Extent extent = largest_tile(request.dims[d], request.grid, request.cut_padding, pieces[d]);
+    const Extent extent = largest_tile(request.dims[d], request.grid, pieces[d]);
     big *= extent.big;
     small *= extent.small;
   }
@@ -37,7 +37,7 @@ double halo_percent(const PlanRequest& request, const std::vector<int64_t>& piec
   double ratio = 1;
   for (size_t d = 0; d < pieces.size(); ++d) {
     const ConvDim& dim = request.dims[d];
-    const Range extent = cut_extent(dim, request.grid, request.cut_padding);
+    const Range extent = cut_extent(dim, request.grid);
     auto touched = [&](Range range) {
       return request.grid == CutGrid::kSmall ? intersect(dim.big_range(range), {0, dim.big}).size()
                                              : dim.small_range(range).size();
@@ -60,7 +60,7 @@ bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_
   for (size_t d = 0; d < pieces->size(); ++d) {
     if (tile_bytes(request, *pieces) <= target) return true;
     int64_t low = (*pieces)[d];
-    int64_t high = cut_extent(request.dims[d], request.grid, request.cut_padding).size();
+    int64_t high = cut_extent(request.dims[d], request.grid).size();
     while (low < high) {  // tile_bytes falls as the number of pieces grows
       (*pieces)[d] = low + (high - low) / 2;
       if (tile_bytes(request, *pieces) <= target) {
@@ -81,7 +81,7 @@ bool cut(const PlanRequest& request, int64_t target, std::vector<int64_t>* piece
   const std::vector<int64_t> start = *pieces;
   if (!cut_in_order(request, target, pieces)) return false;
   double least = halo_percent(request, *pieces);
-  const int64_t columns = cut_extent(request.dims.back(), request.grid, request.cut_padding).size();
+  const int64_t columns = cut_extent(request.dims.back(), request.grid).size();
   for (int64_t c = 2; request.copies && least > 10 && columns / c >= kShortestRow; c *= 2) {
     std::vector<int64_t> candidate = start;
     candidate.back() = c;
@@ -118,7 +118,7 @@ void cut_automatically(const PlanRequest& request, TilePlan* plan) {
     if (!request.splits.empty()) continue;
     if (request.batch < flight && image <= target) {
       // Few small images: enough pieces for every thread.
-      const int64_t rows = cut_extent(request.dims[0], request.grid, request.cut_padding).size();
+      const int64_t rows = cut_extent(request.dims[0], request.grid).size();
       plan->pieces[0] = std::min(rows, (flight + request.batch - 1) / request.batch);
       return;
     }
@@ -128,9 +128,8 @@ void cut_automatically(const PlanRequest& request, TilePlan* plan) {
 
 }  // namespace
 
-Range cut_extent(const ConvDim& dim, CutGrid grid, bool cut_padding) {
-  if (grid == CutGrid::kSmall) return {0, dim.small};
-  return cut_padding ? Range{-dim.pad_before, dim.big + dim.pad_after} : Range{0, dim.big};
+Range cut_extent(const ConvDim& dim, CutGrid grid) {
+  return {0, grid == CutGrid::kSmall ? dim.small : dim.big};
 }
 
 int64_t TilePlan::tiles_per_image() const {
@@ -148,7 +147,7 @@ TilePlan make_plan(const PlanRequest& request) {
 
   std::vector<int64_t> extent(count);
   for (size_t d = 0; d < count; ++d) {
-    extent[d] = cut_extent(request.dims[d], request.grid, request.cut_padding).size();
+    extent[d] = cut_extent(request.dims[d], request.grid).size();
   }
 
   const bool asked =

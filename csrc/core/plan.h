@@ -52,7 +52,6 @@ struct TilePlan {
 struct PlanRequest {
   std::vector<ConvDim> dims;
   CutGrid grid = CutGrid::kSmall;
-  bool cut_padding = false;  // the big grid is cut together with its padding (its gradient is folded back)
   int64_t batch = 0;
   TileCost cost;
   int64_t whole_bytes = 0;      // what one stock call would need
@@ -68,7 +67,7 @@ struct PlanRequest {
 TilePlan make_plan(const PlanRequest& request);
 
 // The range of the cut grid that is partitioned along one dimension.
-Range cut_extent(const ConvDim& dim, CutGrid grid, bool cut_padding);
+Range cut_extent(const ConvDim& dim, CutGrid grid);
 
 // 67108864 -> "64 MiB".
 std::string format_bytes(int64_t bytes);

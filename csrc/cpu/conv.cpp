@@ -62,6 +62,8 @@ bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType 
   return backend == at::native::ConvBackend::Mkldnn || backend == at::native::ConvBackend::MkldnnTranspose;
 }
 
+bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
 // Whether oneDNN computes a tile of this dtype: stock's own choice among libraries also looks at sizes and
 // threads, and would take a column buffer for small tiles.
 bool computed_by_onednn(at::ScalarType dtype) {
@@ -97,8 +99,8 @@ class CpuEngine : public ConvEngine {
   TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     TileStyle style;
     // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
-    const bool half = dtype == at::kHalf || dtype == at::kBFloat16;
-    style.dtype = half && (pass == ConvPass::kWeight || !multiplies_half(dtype)) ? at::kFloat : dtype;
+    style.dtype =
+        is_half(dtype) && (pass == ConvPass::kWeight || !multiplies_half(dtype)) ? at::kFloat : dtype;
     const bool products = pass == ConvPass::kWeight && weight_gradient_by_products(problem);
     const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
                                                  : !products && served_by_onednn(problem, pass, style.dtype);
@@ -122,7 +124,7 @@ class CpuEngine : public ConvEngine {
     }
     style.preferred_bytes = kPreferredBytes;
     style.copies = pass != ConvPass::kWeight;  // products of whole rows are longer
-    style.max_padding = products ? -1 : kMaxPadding;
+    style.max_padding = products || stock_fails(problem, pass, style.dtype) ? -1 : kMaxPadding;
     // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
     // all.
     const bool own_way = products || (onednn && pass == ConvPass::kSmall);
@@ -154,10 +156,17 @@ class CpuEngine : public ConvEngine {
 
   bool prefers_convolution() const override { return true; }
 
+  // oneDNN's half-precision kernels for AVX-512 follow a null pointer where an output coordinate sees padding
+  // alone (torch 2.13 and 2.14: F.conv2d in bfloat16 and channels_last, width 1, padding 1, dilation 2).
+  bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
+    return is_half(dtype) && pass == ConvPass::kSmall && computed_by_onednn(dtype) &&
+           std::any_of(problem.dims.begin(), problem.dims.end(),
+                       [](const ConvDim& d) { return d.reads_only_padding(); });
+  }
+
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&
-           std::any_of(problem.dims.begin(), problem.dims.end(),
-                       [](const ConvDim& d) { return d.pad_before > kMaxPadding; });
+           problem.dims.back().pad_before > kMaxPadding;
   }
 
   Tensor load(const Tensor& source, const Region& region, PaddingMode mode,
@@ -172,16 +181,6 @@ class CpuEngine : public ConvEngine {
   void store(const Tensor& tile, const Region& region, const Tensor& target) const override {
     if (backend() == Backend::kAten) return ConvEngine::store(tile, region, target);
     move_tile(TileMove::kStore, target, region, PaddingMode::kZeros, tile);
-  }
-
-  void fold(const Tensor& tile, const Region& region, PaddingMode mode, const Tensor& target) const override {
-    // Half precision is rounded at every addition to the target, so a tile is folded onto itself first. Where
-    // padding comes from the far end (circular) that would take a buffer of the whole dimension.
-    const bool half = target.scalar_type() == at::kHalf || target.scalar_type() == at::kBFloat16;
-    if (backend() == Backend::kAten || (half && mode != PaddingMode::kCircular)) {
-      return ConvEngine::fold(tile, region, mode, target);
-    }
-    move_tile(TileMove::kFold, target, region, mode, tile);
   }
 };
 

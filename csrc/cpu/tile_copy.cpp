@@ -34,10 +34,8 @@ template <TileMove kMove, typename Outer, typename Inner>
 inline void assign(Outer* tensor, Inner* tile) {
   if constexpr (kMove == TileMove::kLoad) {
     *tile = static_cast<Inner>(*tensor);
-  } else if constexpr (kMove == TileMove::kStore) {
-    *tensor = static_cast<Outer>(*tile);
   } else {
-    *tensor = static_cast<Outer>(*tensor + static_cast<Outer>(*tile));
+    *tensor = static_cast<Outer>(*tile);
   }
 }
 
@@ -71,23 +69,21 @@ void move_block(Outer* tensor, Inner* tile, int64_t channels, int64_t columns, i
   }
 }
 
-// Rows [begin, end) of the tile's (n, d, h) rows, channels [c0, c1).
+// Rows [begin, end) of the tile's (n, d, h) rows.
 template <TileMove kMove, typename Outer, typename Inner>
-void move_rows(const Move& m, Outer* tensor, Inner* tile, int64_t begin, int64_t end, int64_t c0,
-               int64_t c1) {
-  const int64_t channels = c1 - c0;
+void move_rows(const Move& m, Outer* tensor, Inner* tile, int64_t begin, int64_t end) {
   const int64_t tensor_w = m.tensor_stride[2];
   const int64_t tile_w = m.tile_stride[2];
   auto zero = [&](Inner* row, int64_t w0, int64_t w1) {
     for (int64_t w = w0; w < w1; ++w) {
-      for (int64_t c = 0; c < channels; ++c) row[w * tile_w + c * m.tile_c] = Inner(0);
+      for (int64_t c = 0; c < m.c; ++c) row[w * tile_w + c * m.tile_c] = Inner(0);
     }
   };
   for (int64_t row = begin; row < end; ++row) {
     const int64_t h = row % m.size[1];
     const int64_t d = row / m.size[1] % m.size[0];
     const int64_t n = row / m.size[1] / m.size[0];
-    Inner* to = tile + n * m.tile_n + d * m.tile_stride[0] + h * m.tile_stride[1] + c0 * m.tile_c;
+    Inner* to = tile + n * m.tile_n + d * m.tile_stride[0] + h * m.tile_stride[1];
     const int64_t tensor_d = m.index[0][d];
     const int64_t tensor_h = m.index[1][h];
     if (tensor_d < 0 || tensor_h < 0) {
@@ -95,12 +91,12 @@ void move_rows(const Move& m, Outer* tensor, Inner* tile, int64_t begin, int64_t
       continue;
     }
     Outer* from = tensor + (m.first_image + n) * m.tensor_n + tensor_d * m.tensor_stride[0] +
-                  tensor_h * m.tensor_stride[1] + c0 * m.tensor_c;
+                  tensor_h * m.tensor_stride[1];
     auto edge = [&](int64_t w0, int64_t w1) {
       for (int64_t w = w0; w < w1; ++w) {
         if (m.index[2][w] >= 0) {
-          move_block<kMove>(from + m.index[2][w] * tensor_w, to + w * tile_w, channels, 1, m.tensor_c,
-                            tensor_w, m.tile_c, tile_w);
+          move_block<kMove>(from + m.index[2][w] * tensor_w, to + w * tile_w, m.c, 1, m.tensor_c, tensor_w,
+                            m.tile_c, tile_w);
         } else if constexpr (kMove == TileMove::kLoad) {
           zero(to, w, w + 1);
         }
@@ -108,7 +104,7 @@ void move_rows(const Move& m, Outer* tensor, Inner* tile, int64_t begin, int64_t
     };
     edge(0, m.run.begin);
     if (!m.run.empty()) {
-      move_block<kMove>(from + m.index[2][m.run.begin] * tensor_w, to + m.run.begin * tile_w, channels,
+      move_block<kMove>(from + m.index[2][m.run.begin] * tensor_w, to + m.run.begin * tile_w, m.c,
                         m.run.size(), m.tensor_c, tensor_w, m.tile_c, tile_w);
     }
     edge(std::max(m.run.begin, m.run.end), m.size[2]);
@@ -119,15 +115,8 @@ template <TileMove kMove, typename Outer, typename Inner>
 void move_all(const Move& m, Outer* tensor, Inner* tile) {
   const int64_t rows = m.n * m.size[0] * m.size[1];
   const int64_t row_elements = std::max<int64_t>(1, m.c * m.size[2]);
-  if constexpr (kMove == TileMove::kFold) {
-    // Several rows may be folded onto one: only channels are independent.
-    at::parallel_for(0, m.c, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, rows * m.size[2])),
-                     [&](int64_t c0, int64_t c1) { move_rows<kMove>(m, tensor, tile, 0, rows, c0, c1); });
-  } else {
-    at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / row_elements), [&](int64_t begin, int64_t end) {
-      move_rows<kMove>(m, tensor, tile, begin, end, 0, m.c);
-    });
-  }
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / row_elements),
+                   [&](int64_t begin, int64_t end) { move_rows<kMove>(m, tensor, tile, begin, end); });
 }
 
 }  // namespace
@@ -168,8 +157,6 @@ void move_tile(TileMove move, const Tensor& tensor, const Region& region, Paddin
           return move_all<TileMove::kLoad>(m, base, data);
         case TileMove::kStore:
           return move_all<TileMove::kStore>(m, base, data);
-        case TileMove::kFold:
-          return move_all<TileMove::kFold>(m, base, data);
       }
     };
     if (tile.scalar_type() == tensor.scalar_type()) {

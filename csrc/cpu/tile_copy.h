@@ -15,7 +15,6 @@ namespace patchconv {
 enum class TileMove {
   kLoad,   // tile = tensor, zero where an index is negative
   kStore,  // tensor = tile
-  kFold,   // tensor += tile; several tile coordinates may meet in one of the tensor's
 };
 
 // `tile` is dense in some memory format and has the region's sizes.

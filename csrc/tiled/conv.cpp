@@ -123,7 +123,7 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   const Tensor& small = spec.transposed ? in : grad;
   const bool empty = grad.numel() == 0 || c10::multiply_integers(batched_size) == 0;
 
-  // The gradients that one stock call computes within the limit; it wants all tensors, so both must be saved.
+  // The gradients that one stock call computes within the limit. It wants all tensors.
   std::array<bool, 3> together = {false, false, false};
   TilePlan weight_plan;
   if (output_mask[1] && !empty) {
@@ -131,9 +131,9 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
     weight_plan = plan_conv(engine, problem, ConvPass::kWeight, grad.scalar_type(), format,
                             copied_bytes(in, format) + copied_bytes(grad, format));
   }
-  if (in.defined() && w.defined() && !empty) {
+  if (in.defined() && !empty) {
     together[1] = output_mask[1] && !weight_plan.tiled;
-    together[0] = output_mask[0] &&
+    together[0] = output_mask[0] && w.defined() &&
                   !plan_conv(engine, problem, input_pass, grad.scalar_type(), result_format(problem, grad, w),
                              copied_bytes(grad, result_format(problem, grad, w)))
                        .tiled;
@@ -148,9 +148,10 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
     }
     const std::vector<int64_t> bias_size{grad.size(1)};
     std::tie(grad_input, grad_weight, grad_bias) = at::convolution_backward(
-        grad, in, w, together[2] ? at::OptionalIntArrayRef(bias_size) : std::nullopt,
-        values(problem, &ConvDim::stride), values(problem, &ConvDim::pad_before),
-        values(problem, &ConvDim::dilation), spec.transposed, output_padding, problem.groups, together);
+        grad, in, w.defined() ? w : weight_stand_in(problem, grad),
+        together[2] ? at::OptionalIntArrayRef(bias_size) : std::nullopt, values(problem, &ConvDim::stride),
+        values(problem, &ConvDim::pad_before), values(problem, &ConvDim::dilation), spec.transposed,
+        output_padding, problem.groups, together);
     TilePlan whole;
     whole.batch_step = problem.batch;
     whole.pieces.assign(problem.dims.size(), 1);
@@ -169,13 +170,8 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   if (output_mask[1] && !together[1]) {
     if (empty) {
       grad_weight = at::zeros(problem.weight_sizes(), grad.options());
-    } else if (weight_plan.tiled) {
-      grad_weight = tile_weight(engine, problem, weight_plan, big, small).to(grad.scalar_type());
     } else {
-      PathRecorder recorder(problem, ConvPass::kWeight, weight_plan);
-      recorder.tile(true);
-      grad_weight = stock_weight_gradient(problem, big, small, values(problem, &ConvDim::pad_before));
-      recorder.finish();
+      grad_weight = tile_weight(engine, problem, weight_plan, big, small).to(grad.scalar_type());
     }
     if (problem.lifted) grad_weight = grad_weight.squeeze(2);
   }

@@ -42,6 +42,13 @@ struct ConvProblem {
   std::vector<int64_t> splits;  // empty: automatic
   bool tiles_only = false;      // not to be handed to stock in one call
 
+  // The written grid was padded with its own values: its gradient gathers what they received there.
+  struct Gather {
+    PaddingMode mode;
+    std::vector<ConvDim> dims;  // as that padding saw them, the written grid as the big one
+  };
+  std::optional<Gather> gather;
+
   bool stock_serves() const;  // in one call without a padded copy: zero padding, the same before and after
   std::vector<int64_t> big_sizes(int64_t batch_size) const;
   std::vector<int64_t> small_sizes(int64_t batch_size) const;
@@ -86,6 +93,9 @@ class ConvEngine {
   // A loop over [0, count) by as many threads, each serial within.
   virtual void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const;
 
+  // Whether a stock call is known to fail on this problem.
+  virtual bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
+
   // Whether tiles are known to be much faster than a stock call that fits.
   virtual bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
 
@@ -94,9 +104,6 @@ class ConvEngine {
                           const TileStyle& style) const;
   // Writes a tile over a region that lies inside `target`.
   virtual void store(const at::Tensor& tile, const Region& region, const at::Tensor& target) const;
-  // Adds a tile to `target`, each padding coordinate to the one it was taken from.
-  virtual void fold(const at::Tensor& tile, const Region& region, PaddingMode mode,
-                    const at::Tensor& target) const;
   // Computes a tile of the small grid straight into a view of the result; false where this is not possible.
   virtual bool convolve_into(const at::Tensor& tile, const at::Tensor& weight,
                              const std::optional<at::Tensor>& bias, const ConvProblem& problem,
@@ -122,9 +129,8 @@ struct RegisterEngine {
 TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                    at::MemoryFormat format, int64_t copied_bytes);
 
-// Stock's weight gradient without its weight.
-at::Tensor stock_weight_gradient(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
-                                 at::IntArrayRef padding);
+// Stock computes a weight gradient only in company of a weight. Its values are not read: any will do.
+at::Tensor weight_stand_in(const ConvProblem& problem, const at::Tensor& like);
 
 // Whole operators: tensors as the dispatcher hands them over (unbatched, 1-D, any strides).
 at::Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& input,

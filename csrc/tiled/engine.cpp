@@ -102,6 +102,8 @@ void ConvEngine::parallel(int64_t count, const std::function<void(int64_t, int64
   range(0, count);
 }
 
+bool ConvEngine::stock_fails(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
+
 bool ConvEngine::stock_is_slow(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
 
 Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode mode,
@@ -138,29 +140,6 @@ void ConvEngine::store(const Tensor& tile, const Region& region, const Tensor& t
   region.view(target).copy_(tile);
 }
 
-void ConvEngine::fold(const Tensor& tile, const Region& region, PaddingMode mode,
-                      const Tensor& target) const {
-  // One dimension after another, in the tile's precision: what falls on one coordinate is added up before the
-  // target rounds it. A dimension shrinks to the coordinates that are met.
-  Tensor folded = tile;
-  Region inside = region;
-  for (const auto d : irange(region.ranges.size())) {
-    const Range range = region.ranges[d];
-    const int64_t size = target.size(2 + d);
-    if (range.begin >= 0 && range.end <= size) continue;
-    auto indices = source_indices(mode, range, size);
-    const auto [first, last] = std::minmax_element(indices.begin(), indices.end());
-    const Range met{*first, *last + 1};
-    for (int64_t& index : indices) index -= met.begin;
-    auto sizes = folded.sizes().vec();
-    sizes[2 + d] = met.size();
-    folded = at::zeros(sizes, folded.options())
-                 .index_add_(2 + d, at::tensor(indices, at::kLong).to(target.device()), folded);
-    inside.ranges[d] = met;
-  }
-  inside.view(target).add_(folded);
-}
-
 bool ConvEngine::convolve_into(const Tensor&, const Tensor&, const std::optional<Tensor>&, const ConvProblem&,
                                at::IntArrayRef, const Tensor&) const {
   return false;
@@ -175,21 +154,16 @@ Tensor ConvEngine::convolve(const Tensor& tile, const Tensor& weight, const std:
 
 void ConvEngine::correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem,
                            at::IntArrayRef padding, const Tensor& sum) const {
-  sum.add_(stock_weight_gradient(problem, big, small, padding));
+  sum.add_(std::get<1>(at::convolution_backward(
+      small, big, weight_stand_in(problem, big), at::OptionalIntArrayRef(), values(problem, &ConvDim::stride),
+      padding, values(problem, &ConvDim::dilation), /*transposed=*/false,
+      std::vector<int64_t>(problem.dims.size(), 0), problem.groups, {false, true, false})));
 }
 
 bool ConvEngine::prefers_convolution() const { return false; }
 
-// Stock computes a weight gradient only in company of a weight. Its values are not read, so one element
-// stands for all of them on devices that leave it alone, and the copy that others make is as small as the
-// result.
-Tensor stock_weight_gradient(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                             at::IntArrayRef padding) {
-  const Tensor stand_in = at::empty({1}, big.options()).expand(problem.weight_sizes());
-  return std::get<1>(at::convolution_backward(
-      small, big, stand_in, at::OptionalIntArrayRef(), values(problem, &ConvDim::stride), padding,
-      values(problem, &ConvDim::dilation), /*transposed=*/false, std::vector<int64_t>(problem.dims.size(), 0),
-      problem.groups, {false, true, false}));
+Tensor weight_stand_in(const ConvProblem& problem, const Tensor& like) {
+  return at::empty(problem.weight_sizes(), like.options());
 }
 
 namespace {
@@ -213,10 +187,8 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
   PlanRequest request;
   request.dims = problem.dims;
   request.grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
-  // The gradient of a padded input is computed with its padding, which is then folded back.
-  request.cut_padding = problem.mode != PaddingMode::kZeros;
   request.batch = problem.batch;
-  request.must_tile = !problem.stock_serves();
+  request.must_tile = !problem.stock_serves() || engine.stock_fails(problem, pass, dtype);
   request.splits = problem.splits;
   request.limit = workspace_limit();
   request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format) + copied_bytes;
@@ -228,9 +200,10 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
     request.cost = style.cost;
     request.preferred_bytes = style.preferred_bytes;
     request.copies = style.copies;
-    // Tiles that are folded onto each other take turns.
-    const bool folding = pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros;
-    request.threads = folding ? 1 : style.threads;
+    request.threads = style.threads;
+    if (problem.gather.has_value()) {  // in a second buffer
+      (pass == ConvPass::kBig ? request.cost.big_bytes : request.cost.small_bytes) *= 2;
+    }
   }
   return make_plan(request);
 }

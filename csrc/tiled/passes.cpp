@@ -1,7 +1,10 @@
 // The three passes, tile by tile.
 #include "tiled/passes.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/ops/convolution.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/irange.h>
 
@@ -25,7 +28,6 @@ const char* pass_name(const ConvProblem& problem, ConvPass pass) {
 void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
                    const std::function<void(const Region&, int64_t)>& visit) {
   const CutGrid grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
-  const bool cut_padding = problem.mode != PaddingMode::kZeros;
   const size_t count = problem.dims.size();
   const int64_t per_image = plan.tiles_per_image();
   const int64_t steps = (problem.batch + plan.batch_step - 1) / plan.batch_step;
@@ -42,10 +44,9 @@ void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPas
         region.ranges.resize(count);
         int64_t rest = tile % per_image;
         for (size_t d = count; d-- > 0;) {
-          const Range extent = cut_extent(problem.dims[d], grid, cut_padding);
-          const Range piece = piece_of(extent.size(), plan.pieces[d], rest % plan.pieces[d]);
+          region.ranges[d] =
+              piece_of(cut_extent(problem.dims[d], grid).size(), plan.pieces[d], rest % plan.pieces[d]);
           rest /= plan.pieces[d];
-          region.ranges[d] = {extent.begin + piece.begin, extent.begin + piece.end};
         }
         visit(region, slot);
       }
@@ -103,6 +104,71 @@ Tensor load_small(const ConvEngine& engine, const Tensor& small, const Region& r
   return engine.load(small, region, PaddingMode::kZeros, style);
 }
 
+// The regions of the padded grid that a gradient's tile gathers from: itself, and where padding shows it.
+std::vector<Region> gathered_regions(const ConvProblem::Gather& gather, const Region& region) {
+  std::vector<Region> regions{{region.batch, {}}};
+  for (const auto d : irange(gather.dims.size())) {
+    std::vector<Region> longer;
+    for (const Range place : shown_at(gather.mode, region.ranges[d], gather.dims[d])) {
+      for (Region part : regions) {
+        part.ranges.push_back(place);
+        longer.push_back(std::move(part));
+      }
+    }
+    regions = std::move(longer);
+  }
+  return regions;
+}
+
+// Adds `part`, computed over `from`, to the tile `sum` of `region`: what lies in padding to where its values
+// come from. From dimension `d` on; those before it lie in the tile already.
+void add_gathered(const ConvProblem::Gather& gather, const Tensor& part, Region from, const Region& region,
+                  size_t d, const Tensor& sum) {
+  if (d == from.ranges.size()) {
+    for (const auto i : irange(d)) {
+      from.ranges[i] = {from.ranges[i].begin - region.ranges[i].begin,
+                        from.ranges[i].end - region.ranges[i].begin};
+    }
+    from.batch = {0, sum.size(0)};
+    from.view(sum).add_(part);
+    return;
+  }
+  const Range range = from.ranges[d];
+  const int64_t size = gather.dims[d].big;
+  const auto axis = static_cast<int64_t>(2 + d);
+  for (const Range stretch : {intersect(range, {-gather.dims[d].pad_before, 0}), intersect(range, {0, size}),
+                              intersect(range, {size, size + gather.dims[d].pad_after})}) {
+    if (stretch.empty()) continue;
+    Tensor piece = part.narrow(axis, stretch.begin - range.begin, stretch.size());
+    from.ranges[d] = stretch;
+    if (stretch.begin < 0 || stretch.end > size) {
+      auto indices = source_indices(gather.mode, stretch, size);
+      const auto [first, last] = std::minmax_element(indices.begin(), indices.end());
+      from.ranges[d] = {*first, *last + 1};
+      for (int64_t& index : indices) index -= from.ranges[d].begin;
+      auto sizes = piece.sizes().vec();
+      sizes[axis] = from.ranges[d].size();
+      piece = at::zeros(sizes, piece.options())
+                  .index_add_(axis, at::tensor(indices, at::kLong).to(piece.device()), piece);
+    }
+    add_gathered(gather, piece, from, region, d + 1, sum);
+  }
+}
+
+// A tile of a gradient that gathers. compute(part, &covered) gives what a region of the padded grid received,
+// as far as any kernel reaches it: undefined where none does. Half precision is added up in float32.
+Tensor gather_tile(const ConvProblem& problem, const Region& region, int64_t channels, const Tensor& like,
+                   const TileStyle& style, const std::function<Tensor(const Region&, Region*)>& compute) {
+  const auto options = like.options().dtype(at::toOpMathType(style.dtype)).memory_format(style.format);
+  const Tensor sum = at::empty(region.sizes(channels), options).zero_();
+  for (const Region& part : gathered_regions(*problem.gather, region)) {
+    Region covered = part;
+    const Tensor tile = compute(part, &covered);
+    if (tile.defined()) add_gathered(*problem.gather, tile.to(sum.scalar_type()), covered, region, 0, sum);
+  }
+  return sum;
+}
+
 OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
   return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype)) : std::nullopt;
 }
@@ -144,16 +210,20 @@ void PathRecorder::finish() {
 
 Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                  at::MemoryFormat format, int64_t copied_bytes) {
-  Route route{problem, pass, plan_conv(engine, problem, pass, dtype, format, copied_bytes)};
+  Route route{problem, pass, {}};
+  if (pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros) {
+    route.problem.gather = ConvProblem::Gather{problem.mode, problem.dims};
+  }
+  route.plan = plan_conv(engine, route.problem, pass, dtype, format, copied_bytes);
   const bool unit_stride =
       std::all_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride == 1; });
-  if (!route.plan.tiled || pass != ConvPass::kBig || problem.mode != PaddingMode::kZeros || !unit_stride ||
-      !engine.prefers_convolution()) {
+  if (!route.plan.tiled || pass != ConvPass::kBig || !unit_stride || !engine.prefers_convolution()) {
     return route;
   }
   // big[i] = sum over r of weight[r] * small[i + pad_before - r * dilation]: the small grid, cropped or
   // padded by what the kernel's reach leaves of the padding, under the kernel turned round.
-  ConvProblem other = problem;
+  ConvProblem other = route.problem;
+  other.mode = PaddingMode::kZeros;
   other.transposed = !problem.transposed;
   std::swap(other.big_channels, other.small_channels);
   for (ConvDim& d : other.dims) {
@@ -192,6 +262,15 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
   const OptionalTensor own_bias = cast(bias, style.dtype);
   PathRecorder recorder(problem, ConvPass::kSmall, plan);
   for_each_tile(engine, problem, ConvPass::kSmall, plan, [&](const Region& region, int64_t) {
+    if (problem.gather.has_value()) {
+      recorder.tile(false);
+      const Tensor sum =
+          gather_tile(problem, region, small.size(1), small, style, [&](const Region& part, Region*) {
+            const BigTile tile = load_big(engine, problem, big, part, style);
+            return engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding);
+          });
+      return engine.store(sum, region, small);
+    }
     const BigTile tile = load_big(engine, problem, big, region, style);
     recorder.tile(tile.view);
     if (engine.convolve_into(tile.tensor, own_weight, own_bias, problem, tile.padding, region.view(small)))
@@ -209,28 +288,38 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
   const auto stride = values(problem, &ConvDim::stride);
   const auto dilation = values(problem, &ConvDim::dilation);
   const std::vector<int64_t> output_padding(problem.dims.size(), 0);
-  const bool folding = problem.mode != PaddingMode::kZeros;
-  if (folding) big.zero_();
-  PathRecorder recorder(problem, ConvPass::kBig, plan);
-  for_each_tile(engine, problem, ConvPass::kBig, plan, [&](const Region& region, int64_t) {
+  // What the region of the big grid receives, as far as the kernels reach: that part of it is `covered`.
+  auto compute = [&](const Region& region, Region* covered) {
     const size_t count = problem.dims.size();
     Region source{region.batch, {}};
-    Region computed = region;  // what of the region the kernels reach
     std::vector<int64_t> crop(count);
     std::vector<int64_t> skip(count);
+    *covered = region;
     for (const auto d : irange(count)) {
       const ConvDim& dim = problem.dims[d];
       source.ranges.push_back(dim.small_range(region.ranges[d]));
       const Range reached = dim.big_range(source.ranges[d]);
-      computed.ranges[d] = intersect(region.ranges[d], reached);
-      // Stock's padding crops both ends alike; what remains at the front is skipped when storing.
-      crop[d] = std::max<int64_t>(
-          0, std::min(computed.ranges[d].begin - reached.begin, reached.end - computed.ranges[d].end));
-      skip[d] = computed.ranges[d].begin - reached.begin - crop[d];
+      const Range range = intersect(region.ranges[d], reached);
+      if (range.empty()) return Tensor();
+      // Stock's padding crops both ends alike; what remains at the front is skipped.
+      crop[d] = std::max<int64_t>(0, std::min(range.begin - reached.begin, reached.end - range.end));
+      skip[d] = range.begin - reached.begin - crop[d];
+      covered->ranges[d] = range;
     }
-    const bool nothing =
-        std::any_of(computed.ranges.begin(), computed.ranges.end(), [](const Range& r) { return r.empty(); });
-    if (!folding && (nothing || computed.sizes(1) != region.sizes(1))) {
+    Tensor tile = at::convolution(load_small(engine, small, source, style), own_weight, own_bias, stride,
+                                  crop, dilation, /*transposed=*/true, output_padding, problem.groups);
+    for (const auto d : irange(count)) tile = tile.narrow(2 + d, skip[d], covered->ranges[d].size());
+    return tile;
+  };
+  PathRecorder recorder(problem, ConvPass::kBig, plan);
+  for_each_tile(engine, problem, ConvPass::kBig, plan, [&](const Region& region, int64_t) {
+    recorder.tile(false);
+    if (problem.gather.has_value()) {
+      return engine.store(gather_tile(problem, region, big.size(1), big, style, compute), region, big);
+    }
+    Region covered;
+    const Tensor tile = compute(region, &covered);
+    if (!tile.defined() || covered.sizes(1) != region.sizes(1)) {
       // Coordinates between or behind the kernels' reach.
       const Tensor rest = region.view(big);
       if (own_bias.has_value()) {
@@ -239,16 +328,7 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
         rest.zero_();
       }
     }
-    recorder.tile(false);
-    if (nothing) return;
-    Tensor tile = at::convolution(load_small(engine, small, source, style), own_weight, own_bias, stride,
-                                  crop, dilation, /*transposed=*/true, output_padding, problem.groups);
-    for (const auto d : irange(count)) tile = tile.narrow(2 + d, skip[d], computed.ranges[d].size());
-    if (folding) {
-      engine.fold(tile, computed, problem.mode, big);
-    } else {
-      engine.store(tile, computed, big);
-    }
+    if (tile.defined()) engine.store(tile, covered, big);
   });
   recorder.finish();
 }

@@ -78,6 +78,71 @@ void test_padding() {
   CHECK(!parse_padding_mode("mirror", &parsed));
 }
 
+// Every coordinate of the padded grid stands in exactly one stretch of exactly one piece: that of its source.
+void test_shown_at() {
+  for (const PaddingMode mode : {PaddingMode::kReflect, PaddingMode::kReplicate, PaddingMode::kCircular}) {
+    for (const int64_t size : {1, 2, 5, 8}) {
+      for (const int64_t pieces : {int64_t{1}, int64_t{2}, size}) {
+        for (int64_t before = 0; before <= 9; ++before) {
+          for (const int64_t after : {0, 1, 4}) {
+            const int64_t most = mode == PaddingMode::kReflect    ? size - 1
+                                 : mode == PaddingMode::kCircular ? size
+                                                                  : 9;
+            if (pieces > size || before > most || after > most) continue;
+            ConvDim dim;
+            dim.big = size;
+            dim.pad_before = before;
+            dim.pad_after = after;
+            std::vector<int> seen(before + size + after, 0);
+            for (int64_t i = 0; i < pieces; ++i) {
+              const Range piece = piece_of(size, pieces, i);
+              const auto places = shown_at(mode, piece, dim);
+              for (const Range place : places) {
+                CHECK(!place.empty() && place.size() <= 3 * piece.size() / 2);
+                for (int64_t at = place.begin; at < place.end; ++at) {
+                  const int64_t source = source_index(mode, at, size);
+                  CHECK(source >= piece.begin && source < piece.end);
+                  ++seen[at + before];
+                }
+              }
+            }
+            for (const int times : seen) CHECK_EQ(times, 1);
+          }
+        }
+      }
+    }
+  }
+  CHECK_EQ(shown_at(PaddingMode::kZeros, {2, 4}, ConvDim{8, 8, 3, 1, 1, 1, 1}).size(), size_t{1});
+  // A thin border is computed together with its neighbour.
+  CHECK_EQ(shown_at(PaddingMode::kReplicate, {0, 4}, ConvDim{4, 4, 3, 1, 1, 1, 1}).size(), size_t{1});
+}
+
+void test_reads_only_padding() {
+  for (const int64_t big : {1, 2, 5}) {
+    for (const int64_t kernel : {1, 2, 3}) {
+      for (const int64_t stride : {1, 2, 3}) {
+        for (const int64_t dilation : {1, 2, 4}) {
+          for (int64_t before = 0; before <= 5; ++before) {
+            ConvDim dim{big, 0, kernel, stride, dilation, before, 3};
+            if (big + before + 3 < dim.reach()) continue;
+            dim.small = dim.small_size();
+            bool expected = false;
+            for (int64_t p = 0; p < dim.small; ++p) {
+              bool met = false;
+              for (int64_t r = 0; r < kernel; ++r) {
+                const int64_t i = p * stride + r * dilation - before;
+                met |= i >= 0 && i < big;
+              }
+              expected |= !met;
+            }
+            CHECK_EQ(dim.reads_only_padding(), expected);
+          }
+        }
+      }
+    }
+  }
+}
+
 void test_build_facts() {
   // Nothing of csrc/cuda/ is compiled in here, so nobody has registered.
   CHECK(!cuda_facts().has_value());
@@ -93,6 +158,8 @@ int main() {
   patchconv::test_pieces();
   patchconv::test_ranges();
   patchconv::test_padding();
+  patchconv::test_shown_at();
+  patchconv::test_reads_only_padding();
   patchconv::test_build_facts();
   return check::report();
 }
