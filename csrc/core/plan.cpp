@@ -201,7 +201,7 @@ std::string TilePlan::explanation(int64_t limit) const {
       break;
     case PlanReason::kFaster:
       text =
-          "one call would fit, but stock is slow with padding this wide: tiles bring their padding with them";
+          "one call would fit, but stock is slow with padding this wide or with this precision";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +

@@ -28,7 +28,7 @@ struct TileCost {
 enum class PlanReason {
   kFits,      // one call needs no more than the limit
   kAsked,     // explicit splits
-  kPadding,   // one tile, because the padding is not one that stock PyTorch can do without a padded copy
+  kPadding,   // the padding is not one that stock PyTorch can do without a padded copy, or does wrongly
   kFaster,    // one call fits, but tiles are known to be much faster
   kTooLarge,  // one call would need more than the limit
 };

@@ -35,6 +35,10 @@ constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 // (bench/padding.py).
 constexpr int64_t kMaxPadding = 3;
 
+// From here on half precision that the processor cannot multiply is faster in tiles of float32 (bench/half.py).
+constexpr int64_t kManyProducts = 1 << 18;
+constexpr int64_t kLargeMatrix = 32 * 32;  // of a weight gradient's products
+
 int64_t volume(const std::vector<int64_t>& sizes) {
   int64_t product = 1;
   for (int64_t s : sizes) product *= s;
@@ -71,6 +75,25 @@ bool computed_by_onednn(at::ScalarType dtype) {
          (dtype == at::kFloat || (dtype != at::kDouble && multiplies_half(dtype)));
 }
 
+// Two faults of oneDNN's AVX-512 kernels in torch 2.11 to 2.14, which stock PyTorch shares
+// (tests/test_onednn.py): half precision follows a null pointer where all that some output coordinate sees is
+// padding,
+bool crashes_in_half(const ConvProblem& problem) {
+  return std::any_of(problem.dims.begin(), problem.dims.end(),
+                     [](const ConvDim& d) { return d.reads_only_padding(); });
+}
+
+// and in channels_last a stride over single input channels reads behind the end of the input.
+bool reads_past_end(const ConvProblem& problem) {
+  return problem.big_channels == problem.groups && problem.small_channels > problem.groups &&
+         std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
+}
+
+// Dense and said to be so: with one channel, strides can also mean channels_last, and oneDNN takes them so.
+Tensor plainly_contiguous(const Tensor& tensor) {
+  return tensor.contiguous().view({-1}).view(tensor.sizes());
+}
+
 // oneDNN prepares a primitive for omp_get_max_threads() threads and expects as many when it runs. Within a
 // parallel region only one runs, so only one may be promised. The setting is the region's own and ends with
 // it.
@@ -99,12 +122,13 @@ class CpuEngine : public ConvEngine {
   TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     TileStyle style;
     // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
-    style.dtype =
-        is_half(dtype) && (pass == ConvPass::kWeight || !multiplies_half(dtype)) ? at::kFloat : dtype;
+    const bool sums = pass == ConvPass::kWeight || problem.gather.has_value();
+    style.dtype = is_half(dtype) && (sums || !multiplies_half(dtype)) ? at::kFloat : dtype;
     const bool products = pass == ConvPass::kWeight && weight_gradient_by_products(problem);
     const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
                                                  : !products && served_by_onednn(problem, pass, style.dtype);
-    if (products || (onednn && pass != ConvPass::kWeight)) {
+    const bool plain = pass == ConvPass::kSmall && reads_past_end(problem);
+    if (products || (onednn && pass != ConvPass::kWeight && !plain)) {
       style.format =
           problem.dims.size() == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
     }
@@ -124,7 +148,7 @@ class CpuEngine : public ConvEngine {
     }
     style.preferred_bytes = kPreferredBytes;
     style.copies = pass != ConvPass::kWeight;  // products of whole rows are longer
-    style.max_padding = products || stock_fails(problem, pass, style.dtype) ? -1 : kMaxPadding;
+    style.max_padding = products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : kMaxPadding;
     // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
     // all.
     const bool own_way = products || (onednn && pass == ConvPass::kSmall);
@@ -144,8 +168,10 @@ class CpuEngine : public ConvEngine {
                   const ConvProblem& problem, at::IntArrayRef padding) const override {
     if (!computed_by_onednn(tile.scalar_type()))
       return ConvEngine::convolve(tile, weight, bias, problem, padding);
-    return at::mkldnn_convolution(tile, weight, bias, padding, values(problem, &ConvDim::stride),
-                                  values(problem, &ConvDim::dilation), problem.groups);
+    const bool plain = reads_past_end(problem);
+    return at::mkldnn_convolution(
+        plain ? plainly_contiguous(tile) : tile, plain ? plainly_contiguous(weight) : weight, bias, padding,
+        values(problem, &ConvDim::stride), values(problem, &ConvDim::dilation), problem.groups);
   }
 
   void correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem, at::IntArrayRef padding,
@@ -156,15 +182,20 @@ class CpuEngine : public ConvEngine {
 
   bool prefers_convolution() const override { return true; }
 
-  // oneDNN's half-precision kernels for AVX-512 follow a null pointer where an output coordinate sees padding
-  // alone (torch 2.13 and 2.14: F.conv2d in bfloat16 and channels_last, width 1, padding 1, dilation 2).
-  bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
-    return is_half(dtype) && pass == ConvPass::kSmall && computed_by_onednn(dtype) &&
-           std::any_of(problem.dims.begin(), problem.dims.end(),
-                       [](const ConvDim& d) { return d.reads_only_padding(); });
+  bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                   at::MemoryFormat format) const override {
+    if (pass != ConvPass::kSmall || !computed_by_onednn(dtype)) return false;
+    return (is_half(dtype) && crashes_in_half(problem)) || (channels_last(format) && reads_past_end(problem));
   }
 
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
+    if (is_half(dtype) && !multiplies_half(dtype)) {
+      // Float32 tiles are up to some hundred times faster, where there is work enough to pay for making them.
+      const int64_t products = volume(problem.small_sizes(problem.batch)) * problem.kernel_volume() *
+                               (problem.big_channels / problem.groups);
+      const int64_t matrix = problem.big_channels / problem.groups * (problem.small_channels / problem.groups);
+      return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);
+    }
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&
            problem.dims.back().pad_before > kMaxPadding;
   }

@@ -94,7 +94,8 @@ class ConvEngine {
   virtual void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const;
 
   // Whether a stock call is known to fail on this problem.
-  virtual bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
+  virtual bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                           at::MemoryFormat format) const;
 
   // Whether tiles are known to be much faster than a stock call that fits.
   virtual bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;

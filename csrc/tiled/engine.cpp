@@ -102,7 +102,9 @@ void ConvEngine::parallel(int64_t count, const std::function<void(int64_t, int64
   range(0, count);
 }
 
-bool ConvEngine::stock_fails(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
+bool ConvEngine::stock_fails(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
+  return false;
+}
 
 bool ConvEngine::stock_is_slow(const ConvProblem&, ConvPass, at::ScalarType) const { return false; }
 
@@ -188,7 +190,7 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
   request.dims = problem.dims;
   request.grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
   request.batch = problem.batch;
-  request.must_tile = !problem.stock_serves() || engine.stock_fails(problem, pass, dtype);
+  request.must_tile = !problem.stock_serves() || engine.stock_fails(problem, pass, dtype, format);
   request.splits = problem.splits;
   request.limit = workspace_limit();
   request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format) + copied_bytes;

@@ -170,7 +170,9 @@ Tensor gather_tile(const ConvProblem& problem, const Region& region, int64_t cha
 }
 
 OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
-  return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype)) : std::nullopt;
+  // Dense: oneDNN reads a vector, whatever its strides say.
+  return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype).contiguous())
+                                                 : std::nullopt;
 }
 
 }  // namespace
