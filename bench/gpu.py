@@ -5,9 +5,10 @@ Parts, each in a process of its own, so that none can end the others:
   correct    every operator and its gradients against float64, and more than 2^31 elements (bench.correct)
   sanitizer  compute-sanitizer's memcheck over a few small cases, where the tool is on PATH
   memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
-speed      times of the same `--only PART` runs one of them and keeps the others' earlier results. Results are
-written as they come, to bench/results/<device name>.json and .md. What there was no time for is named in the
-file. Without a GPU: one line, exit code 1.
+  speed      times of the same
+`--only PART` runs one of them and keeps the others' earlier results. Results are written as they come, to
+bench/results/<device name>.json and .md. What there was no time for is named in the file. Without a GPU: one
+line, exit code 1.
 """
 
 from __future__ import annotations

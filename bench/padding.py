@@ -115,11 +115,5 @@ def measure_all(size: str) -> dict[str, Any]:
     return data
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = measure.parser(__doc__).parse_args(argv)
-    report.render(measure.write_results(measure_all(arguments.size), measure.folder(arguments)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.script(__doc__, measure_all))

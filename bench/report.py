@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures
+from . import figures, measure
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -154,6 +154,20 @@ def _padding_cell(row: dict[str, Any] | None) -> str:
     return f"{row['stock_over_ours']['median']:.3g}{' t' if row['path'] == 'tiled' else ''}"
 
 
+def half(data: dict[str, Any]) -> str:
+    text = "Stock's time in units of ours: above 1, stock is slower. 3x3, padding 1.\n"
+    lines = [
+        [
+            row["dtype"], "yes" if row["native"] else "no", row["name"], row["pass"], f"{row['ms']['stock']:.3f}",
+            f"{row['ms']['ours']:.3f}", row["path"], spread(row["stock_over_ours"]), row["rounds"],
+        ]
+        for row in data["rows"]
+    ]  # fmt: skip
+    head = ["dtype", "multiplied by the processor", "case", "pass", "stock ms", "ours ms", "our path", "stock / ours",
+            "rounds"]  # fmt: skip
+    return f"{heading(data, 'Half precision on the CPU')}\n{text}\n{table(head, lines)}\n"
+
+
 def resnet(data: dict[str, Any]) -> str:
     lines = [
         [
@@ -230,6 +244,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "conv_speed": conv_speed,
     "overhead": overhead,
     "padding": padding,
+    "half": half,
     "resnet": resnet,
     "gpu": gpu,
 }
@@ -245,6 +260,13 @@ def render(path: Path) -> list[Path]:
         text += f"\n![{data['bench']}]({picture.name})\n"
     markdown.write_text(text)
     return [markdown] if picture is None else [markdown, picture]
+
+
+def script(doc: str | None, measure_all: Callable[[str], dict[str, Any]], argv: list[str] | None = None) -> int:
+    """The main function of a script that has no options of its own: measures, stores and renders."""
+    arguments = measure.parser(doc).parse_args(argv)
+    render(measure.write_results(measure_all(arguments.size), measure.folder(arguments)))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -58,11 +58,12 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
               const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
               const std::vector<int64_t>& output_padding, const std::vector<int64_t>& dilation,
               int64_t groups, bool transposed, const std::string& padding_mode,
-              const std::optional<std::vector<int64_t>>& splits, const std::string& dtype, bool channels_last,
-              const std::string& device, const std::string& pass) {
-  const patchconv::ConvExplanation e =
-      patchconv::explain_conv({input, weight, stride, padding, output_padding, dilation, groups, transposed,
-                               padding_mode, splits, dtype, channels_last, device, pass});
+              const std::optional<std::vector<int64_t>>& splits, const std::vector<int64_t>& input_stride,
+              const std::vector<int64_t>& weight_stride, const std::string& dtype,
+              const std::string& weight_dtype, const std::string& device, const std::string& pass) {
+  const patchconv::ConvExplanation e = patchconv::explain_conv(
+      {input, weight, stride, padding, output_padding, dilation, groups, transposed, padding_mode, splits,
+       input_stride, weight_stride, dtype, weight_dtype, device, pass});
   py::dict d;
   d["path"] = e.plan.tiled ? "tiled" : "stock";
   d["tiles"] = e.tiles;
@@ -126,7 +127,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("plan", &plan, py::kw_only(), py::arg("input"), py::arg("weight"), py::arg("stride"),
         py::arg("padding"), py::arg("output_padding"), py::arg("dilation"), py::arg("groups"),
-        py::arg("transposed"), py::arg("padding_mode"), py::arg("splits"), py::arg("dtype"),
-        py::arg("channels_last"), py::arg("device"), py::arg("pass_"),
-        "How a convolution of these sizes would be computed.");
+        py::arg("transposed"), py::arg("padding_mode"), py::arg("splits"), py::arg("input_stride"),
+        py::arg("weight_stride"), py::arg("dtype"), py::arg("weight_dtype"), py::arg("device"),
+        py::arg("pass_"), "How a convolution of these sizes would be computed.");
 }

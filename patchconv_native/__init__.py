@@ -13,7 +13,7 @@ from . import _library
 
 _library.load()
 
-from . import functional  # noqa: E402
+from . import flops, functional  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
 from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
 from .explain import Explanation, explain  # noqa: E402
@@ -26,6 +26,8 @@ from .modules import (  # noqa: E402
     ConvTranspose3d,
 )
 from .settings import backend, last_path, record_paths, workspace_limit  # noqa: E402
+
+flops.register()
 
 __version__ = build_info()["version"]
 

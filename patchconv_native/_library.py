@@ -97,7 +97,9 @@ def _release(version: str) -> str:
 
 
 def _not_built(problem: str) -> NotBuiltError:
-    return NotBuiltError(f"the native part of patchconv_native {problem}. Build it with\n  {_rebuild_command()}")
+    text = f"the native part of patchconv_native {problem}. Build it with\n  {_rebuild_command()}"
+    # With its name, `python -m patchconv_native` prints the error's text in place of a traceback.
+    return NotBuiltError(text, name=__package__)
 
 
 def _mismatch(info: dict[str, Any], problem: str, torch_helps: bool = False) -> BuildMismatchError:
@@ -110,7 +112,7 @@ def _mismatch(info: dict[str, Any], problem: str, torch_helps: bool = False) -> 
             "\nor install the torch it was built for with\n"
             f'  {sys.executable} -m pip install "torch=={_release(info["torch"])}.*"'
         )
-    return BuildMismatchError(text)
+    return BuildMismatchError(text, name=__package__)
 
 
 def _rebuild_command() -> str:

@@ -7,7 +7,7 @@ were. A subclass that computes its forward itself is left alone, and reported: i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,6 +43,15 @@ def _stock_base(cls: type) -> type[nn.Module] | None:
     return next((stock for stock in CONVERTED if issubclass(cls, stock)), None)
 
 
+_OURS = ("splits", "_splits", "_dims")
+
+
+def _own_attribute(module: nn.Module) -> str | None:
+    """The first of the names that a converted module needs for itself which this one uses already."""
+    places = (*map(vars, type(module).__mro__), vars(module), module._parameters, module._buffers, module._modules)
+    return next((name for name in _OURS if any(name in place for place in places)), None)
+
+
 def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
     cls: Any = type(module)
     if isinstance(module, LazyModuleMixin):
@@ -53,22 +62,24 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
         return f"{cls.__name__} computes its forward itself"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return f"this {cls.__name__} was given a forward of its own"
+    if name := _own_attribute(module):
+        return f"{cls.__name__} has an attribute named {name} of its own"
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
         return f"dtype {weight.dtype} is not served"
     return None
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _named(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: expected model to be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     return model.named_modules()
 
 
 def convert_report(model: nn.Module) -> ConvertReport:
     """What of `model` is converted and what is not, as it stands. Changes nothing."""
     report = ConvertReport()
-    for name, module in _named(model):
+    for name, module in _named("convert_report", model):
         if isinstance(module, Split):
             report.converted[name] = type(module).__name__
         elif isinstance(module, torch.jit.ScriptModule):
@@ -89,25 +100,52 @@ def _rebased(cls: type, base: type) -> type:
 _subclasses: dict[type, type] = {}
 
 
-def _new(cls: type) -> nn.Module:
-    """An empty module of the converted form of `cls`; unpickling fills it."""
-    return nn.Module.__new__(_converted_subclass(cls))
+def _restored(cls: type, splits: list[int] | None, create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What copies and pickles of a converted `cls` start from: what those of `cls` do, converted."""
+    module = create(*arguments)
+    if type(module) is cls:
+        module.__class__ = _converted_subclass(cls)
+        vars(module)["_splits"] = splits
+    return module
 
 
 def _converted_subclass(cls: type) -> type:
-    """A converted form of a subclass of a stock convolution: its methods, with our call of the operator."""
+    """A converted form of a subclass of a stock convolution: its methods, with our call of the operator.
+
+    It has no name that pickle could find. Its copies and pickles are those of `cls`, by `__getstate__`, `__reduce__`
+    and whatever else it may have, but for the constructor.
+    """
     if cls not in _subclasses:
         stock = _stock_base(cls)
         assert stock is not None
 
         def reduce(self: nn.Module, protocol: Any) -> Any:
-            return _new, (cls,), dict(self.__dict__)
+            reduced: Any = super(made, self).__reduce_ex__(protocol)
+            # A class made of this one (by torch.nn.utils.parametrize, say) has its own ways.
+            if type(self) is not made or isinstance(reduced, str):
+                return reduced
+            create, arguments, *rest = reduced
+            create = cls if create is made else create
+            arguments = tuple(cls if argument is made else argument for argument in arguments)
+            return _restored, (cls, self._splits, create, arguments), *rest
 
-        _subclasses[cls] = type(
+        def setstate(self: nn.Module, state: Any) -> None:
+            # A state that `cls` chose itself need not hold the splits.
+            before = {"_splits": vars(self)["_splits"]} if "_splits" in vars(self) else {}
+            super(made, self).__setstate__(state)
+            vars(self).update(before)
+
+        made: Any = type(
             cls.__name__,
             (CONVERTED[stock], cls),
-            {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce},
+            {
+                "__module__": cls.__module__,
+                "__doc__": cls.__doc__,
+                "__reduce_ex__": reduce,
+                "__setstate__": setstate,
+            },
         )
+        _subclasses[cls] = made
     return _subclasses[cls]
 
 
@@ -149,7 +187,7 @@ def convert(model: Model, splits: Splits = None) -> Model:
     error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
     """
     changes: list[tuple[nn.Module, type, list[int] | None]] = []
-    for name, module in _named(model):
+    for name, module in _named("convert", model):
         owner = f"convert, module {name!r}" if name else "convert"
         if isinstance(module, Split):
             changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
@@ -175,7 +213,7 @@ def revert(model: Model) -> Model:
 
     Raises TypeError for a module whose class is derived from one of this package's; then nothing has been changed.
     """
-    changes = [(module, _reverted_class(module)) for _, module in _named(model) if isinstance(module, Split)]
+    changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if isinstance(module, Split)]
     for module, cls in changes:
         del module._splits
         module.__class__ = cls

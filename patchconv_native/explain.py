@@ -64,10 +64,20 @@ def _mib(value: int) -> str:
     return f"{value / 2**20:.1f} MiB"
 
 
+def _autocast(dtype: torch.dtype, device: str) -> torch.dtype:
+    """What autocast makes of a tensor of this dtype, if it is on."""
+    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return dtype
+
+
+_OF_THE_MODULE: Any = object()
+
+
 def explain(
     input: Tensor | Sequence[int],
     conv: nn.Module,
-    splits: Any = "of the module",
+    splits: Any = _OF_THE_MODULE,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -76,8 +86,10 @@ def explain(
     """The plan for `conv` on `input`, a tensor or a shape ((N, C, H, W) or (C, H, W) for Conv2d).
 
     conv: any torch.nn.ConvNd or ConvTransposeNd, converted or not. splits: None, an int or a tuple in place of the
-    module's own. dtype and device: of the shape, by default the weight's. pass_: "fprop" (forward), "dgrad" (gradient
-    of the input) or "wgrad" (of the weight). Raises what the convolution itself would raise; nothing is computed.
+    module's own. dtype and device: of a shape, by default the weight's; a tensor has its own (TypeError if they are
+    given with one), or autocast's dtype where that is on. pass_: "fprop" (forward), "dgrad" (gradient of the input) or
+    "wgrad" (of the weight; the output's gradient is taken to have the output's layout). Raises what the convolution
+    itself would raise; nothing is computed.
     """
     stock = _stock_base(type(conv))
     if stock is None:
@@ -86,26 +98,25 @@ def explain(
         raise ValueError(f"explain: expected pass_ to be 'fprop', 'dgrad' or 'wgrad', got {pass_!r}")
     module: Any = conv
     dims = len(module.kernel_size)
-    if isinstance(splits, str):
+    if splits is _OF_THE_MODULE:
         splits = module.splits if isinstance(module, Split) else None
+    weight = module.weight
+    stride: Sequence[int] = ()
     if isinstance(input, Tensor):
-        size, dtype, device = tuple(input.shape), input.dtype, input.device
-        formats = [torch.channels_last] if dims == 2 else [torch.channels_last_3d] if dims == 3 else []
-        channels_last = any(
-            t.dim() == dims + 2 and t.is_contiguous(memory_format=f) and not t.is_contiguous()
-            for t in (input, module.weight)
-            for f in formats
-        )
+        if dtype is not None or device is not None:
+            raise TypeError("explain: expected dtype and device only with a shape, got them with a tensor")
+        size, stride, device = tuple(input.shape), input.stride(), input.device
+        types = [_autocast(t.dtype, device.type) for t in (input, weight)]
     else:
-        size, dtype, device = tuple(input), dtype or module.weight.dtype, device or module.weight.device
-        channels_last = False
+        size, device = tuple(input), torch.device(device or weight.device)
+        types = [dtype or weight.dtype] * 2
     transposed = module.transposed
     padding = module.padding
     if isinstance(padding, str):
         padding = same_padding(module.kernel_size, module.dilation) if padding == "same" else [0]
     plan = _C.plan(
         input=list(size),
-        weight=list(module.weight.shape),
+        weight=list(weight.shape),
         stride=list(module.stride),
         padding=list(padding),
         output_padding=list(module.output_padding),
@@ -114,9 +125,11 @@ def explain(
         transposed=transposed,
         padding_mode=module.padding_mode,
         splits=checked_splits("explain", dims, splits),
-        dtype=str(dtype).removeprefix("torch."),
-        channels_last=channels_last,
-        device=torch.device(device).type,
+        input_stride=list(stride),
+        weight_stride=list(weight.stride()),
+        dtype=str(types[0]).removeprefix("torch."),
+        weight_dtype=str(types[1]).removeprefix("torch."),
+        device=device.type,
         pass_=pass_,
     )
     return Explanation(

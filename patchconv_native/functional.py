@@ -5,10 +5,20 @@ name operator, argument, what was expected and what came. `splits` is the number
 None (automatic: as few as keep the transient memory under `workspace_limit()`), an int for the first spatial
 dimension (rows of an image, depth of a volume), or a tuple with one entry a spatial dimension. Results do not depend
 on it beyond rounding.
+
+`padding` of conv1d, conv2d and conv3d is "same", "valid", an int, one int a spatial dimension, or two: (before, after)
+of the first dimension, then of the next: for an image (top, bottom, left, right). This is more than torch takes, and
+how "same" with an even kernel is served: conv2d(x, w, padding="same") with a 4×4 kernel is
+conv2d(x, w, padding=(1, 2, 1, 2)).
+
+Where torch takes an int, anything with `__index__` serves (numpy.int64, a tensor of one element); a bool or another
+type is a TypeError. Not checked, since it would cost every call: a bool inside of a sequence counts as 0 or 1.
 """
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +55,85 @@ def _list(value: Any) -> Any:
     return [value] if isinstance(value, int) else value
 
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+def shown(value: Any) -> str:
+    """The repr of a refused argument, on one line of bounded length."""
+    return " ".join(_repr.repr(value).split())
+
+
+def whole(value: Any) -> Any:
+    """An entry as the operators take it: TypeError for a bool and for what is no integer."""
+    if isinstance(value, bool):
+        raise TypeError("a bool")
+    return value if isinstance(value, torch.SymInt) else operator.index(value)
+
+
+def _plain(value: Any) -> bool:
+    """Whether an argument needs no _converted()."""
+    if type(value) in (list, tuple):
+        return all(type(entry) is int for entry in value)
+    return value is None or type(value) in (int, str)
+
+
+def _expected(name: str, argument: str) -> str:
+    dims = int(name[-2])
+    ints = f"an int or a sequence of {dims} int{'s' if dims > 1 else ''}"
+    if argument == "groups":
+        return "an int"
+    if argument == "padding_mode":
+        return "a str"
+    if argument == "splits":
+        return f"None, {ints}"
+    if argument == "padding" and not name.startswith("conv_transpose"):
+        return f"'same', 'valid', an int or a sequence of {dims} or {2 * dims} ints"
+    return ints
+
+
+def _converted(name: str, argument: str, value: Any) -> Any:
+    """An argument in Python's own ints, or TypeError naming it."""
+    try:
+        if argument == "padding_mode":
+            if isinstance(value, str):
+                return value
+        elif argument == "groups":
+            return whole(value)
+        elif argument == "splits" and value is None:
+            return None
+        elif not isinstance(value, Sequence):
+            return [whole(value)]
+        elif not isinstance(value, (str, bytes)):
+            return [whole(entry) for entry in value]
+    except TypeError:
+        pass
+    got = f"{shown(value)} ({type(value).__name__})"
+    raise TypeError(f"{name}: expected {argument} to be {_expected(name, argument)}, got {got}")
+
+
+def _all_converted(name: str, **arguments: Any) -> list[Any] | None:
+    """For a call that was refused: its arguments as the operators take them; None if that is what they were."""
+    # Padding last: "same" with a wrong dilation has made wrong numbers of it.
+    order = sorted(arguments, key=lambda argument: argument == "padding")
+    values = {argument: _converted(name, argument, arguments[argument]) for argument in order}
+    return None if all(map(_plain, arguments.values())) else [values[argument] for argument in arguments]
+
+
+def _check_tensor(name: str, argument: str, value: Any) -> None:
+    # torch.ops takes None for an undefined tensor. What has __torch_function__ (torch.fx.Proxy) stands for a tensor.
+    if not isinstance(value, Tensor) and not hasattr(type(value), "__torch_function__"):
+        expected = "a Tensor or None" if argument == "bias" else "a Tensor"
+        raise TypeError(f"{name}: expected {argument} to be {expected}, got {type(value).__name__}")
+
+
+def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
+    _check_tensor(name, "input", input)
+    _check_tensor(name, "weight", weight)
+    if bias is not None:
+        _check_tensor(name, "bias", bias)
+
+
 def conv(
     dims: int,
     input: Tensor,
@@ -59,16 +148,46 @@ def conv(
 ) -> Tensor:
     """The operator conv{dims}d with numbers for padding, by the shortest way."""
     if direct(input, weight, bias):
-        return _C.conv(
-            dims, input, weight, bias, _list(stride), _list(padding), _list(dilation), groups, padding_mode,
-            _list(splits),
-        )  # fmt: skip
+        try:
+            # A bool is no `type(...) is int`: in a list's or groups' place _C refuses what it is given instead.
+            return _C.conv(
+                dims, input, weight, bias,
+                [stride] if type(stride) is int else stride,
+                [padding] if type(padding) is int else padding,
+                [dilation] if type(dilation) is int else dilation,
+                groups if type(groups) is int else None,
+                padding_mode,
+                [splits] if type(splits) is int else splits,
+            )  # fmt: skip
+        except TypeError:
+            values = _all_converted(
+                f"conv{dims}d", stride=stride, padding=padding, dilation=dilation, groups=groups,
+                padding_mode=padding_mode, splits=splits,
+            )  # fmt: skip
+            if values is None:
+                raise
+        return _C.conv(dims, input, weight, bias, *values)
     op = (_ops.conv1d, _ops.conv2d, _ops.conv3d)[dims - 1]
-    # Lists, since a compiler may have made a number symbolic.
-    return op(
-        input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
-        padding_mode=padding_mode, splits=_list(splits),
-    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        # Lists, since a compiler may have made a number symbolic.
+        return op(
+            input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
+            padding_mode=padding_mode, splits=_list(splits),
+        )  # fmt: skip
+    _check_tensors(f"conv{dims}d", input, weight, bias)
+    try:
+        return op(
+            input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
+            padding_mode=padding_mode, splits=_list(splits),
+        )  # fmt: skip
+    except (RuntimeError, TypeError):
+        values = _all_converted(
+            f"conv{dims}d", stride=stride, padding=padding, dilation=dilation, groups=groups,
+            padding_mode=padding_mode, splits=splits,
+        )  # fmt: skip
+        if values is None:
+            raise
+    return op(input, weight, bias, *values[:4], padding_mode=values[4], splits=values[5])
 
 
 def conv_transpose(
@@ -85,15 +204,44 @@ def conv_transpose(
 ) -> Tensor:
     """The operator conv_transpose{dims}d, by the shortest way."""
     if direct(input, weight, bias):
-        return _C.conv_transpose(
-            dims, input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
-            _list(splits),
-        )  # fmt: skip
+        try:
+            return _C.conv_transpose(
+                dims, input, weight, bias,
+                [stride] if type(stride) is int else stride,
+                [padding] if type(padding) is int else padding,
+                [output_padding] if type(output_padding) is int else output_padding,
+                groups if type(groups) is int else None,
+                [dilation] if type(dilation) is int else dilation,
+                [splits] if type(splits) is int else splits,
+            )  # fmt: skip
+        except TypeError:
+            values = _all_converted(
+                f"conv_transpose{dims}d", stride=stride, padding=padding, output_padding=output_padding,
+                groups=groups, dilation=dilation, splits=splits,
+            )  # fmt: skip
+            if values is None:
+                raise
+        return _C.conv_transpose(dims, input, weight, bias, *values)
     op = (_ops.conv_transpose1d, _ops.conv_transpose2d, _ops.conv_transpose3d)[dims - 1]
-    return op(
-        input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
-        splits=_list(splits),
-    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return op(
+            input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
+            splits=_list(splits),
+        )  # fmt: skip
+    _check_tensors(f"conv_transpose{dims}d", input, weight, bias)
+    try:
+        return op(
+            input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
+            splits=_list(splits),
+        )  # fmt: skip
+    except (RuntimeError, TypeError):
+        values = _all_converted(
+            f"conv_transpose{dims}d", stride=stride, padding=padding, output_padding=output_padding,
+            groups=groups, dilation=dilation, splits=splits,
+        )  # fmt: skip
+        if values is None:
+            raise
+    return op(input, weight, bias, *values[:5], splits=values[5])
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[int]:
@@ -115,6 +263,16 @@ def _pads(name: str, padding: str | Ints, weight: Tensor, stride: Ints, dilation
         return 0
     if padding != "same":
         raise ValueError(f"{name}: expected padding to be 'same', 'valid' or numbers, got {padding!r}")
+    try:
+        return _same(name, weight, stride, dilation)
+    except (AttributeError, TypeError):
+        if torch.compiler.is_compiling():
+            raise
+    _check_tensor(name, "weight", weight)
+    return _same(name, weight, _converted(name, "stride", stride), _converted(name, "dilation", dilation))
+
+
+def _same(name: str, weight: Tensor, stride: Ints, dilation: Ints) -> list[int]:
     dims = weight.dim() - 2
     if any(s != 1 for s in ([stride] if isinstance(stride, int) else stride)):
         raise ValueError(f"{name}: expected stride 1 with padding='same', got {stride}")

@@ -20,13 +20,15 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     """`splits` as the operators take it, or ValueError / TypeError naming the owner."""
     if splits is None:
         return None
-    entries = [splits] if isinstance(splits, int) else splits
-    if not isinstance(entries, (list, tuple)) or any(isinstance(s, bool) or not isinstance(s, int) for s in entries):
-        raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {splits!r}")
+    try:
+        entries = [functional.whole(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
+    except TypeError:
+        got = functional.shown(splits)
+        raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {got}") from None
     if len(entries) not in (1, dims) or any(s < 1 for s in entries):
         expected = "1 entry" if dims == 1 else f"1 or {dims} entries"
         raise ValueError(f"{owner}: expected splits to have {expected}, each at least 1, got {splits!r}")
-    return list(entries)
+    return entries
 
 
 def _signature(stock: type, init: Callable[..., None]) -> inspect.Signature:

@@ -303,7 +303,7 @@ def build(configuration: Configuration, device: str = "cpu") -> Tensors:
     return Tensors(
         leaf(values, c.layout, c.requires_grad[0]),
         leaf(weight, c.weight_layout, c.requires_grad[1]),
-        None if bias is None else leaf(bias, "contiguous", c.requires_grad[2]),
+        None if bias is None else leaf(bias, c.weight_layout, c.requires_grad[2]),
     )
 
 

@@ -84,6 +84,14 @@ def test_padding(tmp_path: Path) -> None:
     assert data["missing"] == 0
 
 
+def test_half(tmp_path: Path) -> None:
+    data = results("half", tmp_path)
+    assert {(row["dtype"], row["pass"], row["path"]) for row in data["rows"]} == {
+        (dtype, pass_, "stock") for dtype in ("bfloat16", "float16") for pass_ in ("fprop", "dgrad", "wgrad")
+    }, "this little work is handed to stock"
+    assert all(row["ms"]["stock"] > 0 and row["ms"]["ours"] > 0 for row in data["rows"])
+
+
 @pytest.mark.slow
 def test_resnet(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")

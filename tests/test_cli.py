@@ -130,6 +130,10 @@ class TestWords:
             (("demo", "--megapixels", "nan"), "--megapixels: expected a number, got 'nan'"),
             (("demo", "--memory", "-1"), "--memory: expected a positive number of GiB, got -1"),
             (("demo", "--device", "tpu"), "--device: invalid choice: 'tpu'"),
+            (("demo", "--seed", "9" * 23), f"--seed: expected a whole number from -2^63 to 2^64 - 1, got '{'9' * 23}'"),
+            (("demo", "--seed", str(2**64)), f"--seed: expected a whole number from -2^63 to 2^64 - 1, got '{2**64}'"),
+            (("demo", "--seed", str(-(2**63) - 1)), "--seed: expected a whole number from -2^63 to 2^64 - 1, got '-"),
+            (("demo", "--seed", "1.5"), "--seed: expected a whole number from -2^63 to 2^64 - 1, got '1.5'"),
         ],
     )
     def test_mistakes(self, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +141,11 @@ class TestWords:
             cli.main(words)
         assert stopped.value.code == 2
         assert said in capsys.readouterr().err
+
+    @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
+    def test_seeds_that_torch_takes(self, seed: int) -> None:
+        assert cli.parser().parse_args(["demo", "--seed", str(seed)]).seed == seed
+        torch.Generator().manual_seed(seed)
 
     def test_interrupt(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         def stop(arguments: object) -> int:
@@ -175,6 +184,29 @@ class TestDemoMistakes:
         Image.new("RGB", (300, 5)).save(tmp_path / "line.png")
         said = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "line.png"))
         assert "the picture is 300 x 5 pixels; either side must be 16 or more" in said
+
+    @pytest.mark.parametrize(
+        ("width", "height", "megapixels", "scaled"),
+        [(20000, 16, "0.1", "11184 x 16"), (16, 20000, "0.1", "16 x 11184"), (100000, 16, "0.1", "25000 x 8")],
+    )
+    def test_narrow_picture(
+        self,
+        width: int,
+        height: int,
+        megapixels: str,
+        scaled: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        from PIL import Image
+
+        Image.new("RGB", (width, height)).save(file := tmp_path / "band.png")
+        said = fails_in_one_line(
+            capsys, "demo", "--image", str(file), "--megapixels", megapixels, "--out", str(tmp_path / "new")
+        )
+        assert f"the picture is {width} x {height} pixels, {scaled} at {megapixels} megapixels; there " in said
+        assert "either side must be 16 or more and at least 1/400 of the other" in said
+        assert not (tmp_path / "new").exists()
 
     def test_absurd_picture(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         # A header alone: 60000 x 60000 pixels that nobody is asked to decode.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import reference
 import torch
 from checks import check
 from configurations import GRAD_LAYOUTS, LAYOUTS, REQUIRES
@@ -215,3 +216,24 @@ def test_weight_gradient_is_not_rounded_once_a_tile(device, transposed, dtype):
         requires_grad=ALL,
     )
     check_tiled(c, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("splits", [None, 3, (2, 4)])
+def test_half_precision_is_rounded_once(device, dtype, mode, stride, splits):
+    """What padding received is added to the input's gradient before that is rounded."""
+    x = torch.randn(2, 5, 11, 13, device=device).to(dtype).requires_grad_()
+    w = torch.randn(4, 5, 5, 5, device=device).to(dtype)
+    y = pc.functional.conv2d(x, w, stride=stride, padding=4, padding_mode=mode, splits=splits)
+    grad = torch.randn_like(y)
+    with pc.record_paths() as records:
+        (got,) = torch.autograd.grad(y, x, grad)
+    assert [r["path"] for r in records] == ["tiled"]
+    exact_x = x.detach().double().requires_grad_()
+    exact = reference.conv(exact_x, w.double(), None, stride=stride, padding=4, padding_mode=mode)
+    (wanted,) = torch.autograd.grad(exact, exact_x, grad.double())
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    # Half a unit in the last place, of a number that is up to twice a power of two, and float32's own error.
+    assert ((got.double() - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-5).all()

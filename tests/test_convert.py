@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,73 @@ class OwnInnerForward(nn.Conv2d):
 
 class OnlyNamed(nn.Conv2d):
     """A subclass that changes nothing about the computation."""
+
+
+class OwnState(nn.Conv2d):
+    """Leaves out of copies and pickles what cannot or need not be in them."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.cache = lambda: 0
+        self.kept = "kept"
+
+    def __getstate__(self):
+        return {key: value for key, value in self.__dict__.items() if key != "cache"}
+
+
+class OwnShortState(nn.Conv2d):
+    """A state of its own make, in which splits have no place, and a module built anew from it."""
+
+    def __getstate__(self):
+        return {"sizes": (self.in_channels, self.out_channels, self.kernel_size), "tensors": self.state_dict()}
+
+    def __setstate__(self, state):
+        nn.Conv2d.__init__(self, *state["sizes"])
+        self.load_state_dict(state["tensors"])
+
+
+class OwnReduce(nn.Conv2d):
+    def __reduce__(self):
+        return type(self), (self.in_channels, self.out_channels, self.kernel_size), {"restored": True}
+
+    def __setstate__(self, state):
+        self.restored = state["restored"]
+
+
+class OwnReduceByName(nn.Conv2d):
+    def __reduce_ex__(self, protocol):
+        return OwnReduceByName, (self.in_channels, self.out_channels, self.kernel_size)
+
+
+class OwnSplits(nn.Conv2d):
+    splits = "mine"
+
+
+class OwnSplitsOfTheInstance(nn.Conv2d):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.splits = "mine"
+
+
+class OwnSplitsBuffer(nn.Conv2d):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("splits", torch.zeros(2))
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "save": saved_and_loaded,
+    **{f"pickle {p}": lambda m, p=p: pickle.loads(pickle.dumps(m, p)) for p in range(pickle.HIGHEST_PROTOCOL + 1)},
+}
 
 
 def image(device: str = "cpu") -> torch.Tensor:
@@ -286,6 +355,73 @@ def test_copies_of_a_converted_model(device, copied):
     assert type(model.stem) is pc.Conv2d, "the copy's revert is the copy's"
 
 
+@pytest.mark.parametrize("copied", COPIES.values(), ids=list(COPIES))
+@pytest.mark.parametrize("kind", [OnlyNamed, OwnState, OwnShortState, OwnReduce, OwnReduceByName])
+def test_copies_of_converted_subclasses_are_made_as_the_subclass_makes_them(kind, copied):
+    layer = kind(3, 4, 3)
+    torch.manual_seed(0)
+    stock = copied(layer)
+    pc.convert(layer, splits=2)
+    torch.manual_seed(0)
+    other = copied(layer)
+    assert type(other) is type(layer) is not kind and isinstance(other, kind) and other.splits == 2
+    assert set(vars(other)) == set(vars(stock)) | {"_splits"}
+    assert hasattr(other, "cache") == hasattr(stock, "cache") and hasattr(other, "kept") == hasattr(stock, "kept")
+    x = image()
+    torch.testing.assert_close(other(x), stock(x))
+    assert pc.last_path()["path"] == "tiled"
+    pc.revert(other)
+    assert type(other) is kind and set(vars(other)) == set(vars(stock))
+    assert layer.splits == 2, "the copy's revert is the copy's"
+
+
+def test_a_tied_subclass_stays_tied_in_copies():
+    shared = OwnState(3, 3, 3)
+    shared.owner = [shared]
+    for copied in (copy.deepcopy, saved_and_loaded):
+        other = copied(pc.convert(nn.Sequential(shared, shared), splits=2))
+        assert other[0] is other[1] is other[0].owner[0] is not shared
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, OnlyNamed, OwnState])
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_parametrized_modules_are_copied_but_not_pickled(kind, norm, converted_first):
+    """As torch has it: deepcopy is served, pickling refused with a reason."""
+    changes = [lambda m: pc.convert(m, splits=2), getattr(nn.utils.parametrizations, norm)]
+    model = kind(3, 4, 3)
+    for change in changes if converted_first else reversed(changes):
+        change(model)
+    model.eval()
+    x = image()
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x), model(x)) and pc.last_path()["path"] == "tiled"
+    stream = io.BytesIO()
+    for dump in (pickle.dumps, copy.copy, lambda m: torch.save(m, stream)):
+        with pytest.raises(RuntimeError, match="Serialization of parametrized modules is only supported"):
+            dump(model)
+
+
+@pytest.mark.parametrize("kind", [OwnSplits, OwnSplitsOfTheInstance, OwnSplitsBuffer])
+def test_a_subclass_with_splits_of_its_own_is_left_alone(kind):
+    model = nn.Sequential(kind(3, 4, 3), nn.Conv2d(4, 4, 3))
+    before = model[0].splits
+    reason = f"{kind.__name__} has an attribute named splits of its own"
+    with pytest.warns(UserWarning, match=f"left 1 convolutions alone: 0: {reason}"):
+        pc.convert(model, splits=2)
+    assert type(model[0]) is kind and model[0].splits is before and type(model[1]) is pc.Conv2d
+    assert pc.convert_report(model).left == {"0": reason}
+    pc.revert(model)
+    assert model[0].splits is before
+
+
+@pytest.mark.parametrize("splits", [np.int64(2), torch.tensor(2), (np.int64(2), np.int32(2)), [2]], ids=repr)
+def test_splits_of_every_kind_of_integer(splits):
+    model = pc.convert(Net(), splits=splits)
+    assert model.stem.splits == ((2, 2) if isinstance(splits, tuple) else 2)
+    assert all(type(entry) is int for entry in model.stem._splits)
+
+
 def test_bad_splits_change_nothing():
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv1d(3, 3, 3))
     for bad in (0, (2, 0), "2", (1, 2, 3, 4)):
@@ -303,8 +439,9 @@ def test_splits_of_the_wrong_length_for_some_layers_change_nothing():
 
 
 def test_not_a_module():
-    with pytest.raises(TypeError, match=r"expected model to be a torch.nn.Module, got int"):
-        pc.convert(3)
+    for call in (pc.convert, pc.revert, pc.convert_report):
+        with pytest.raises(TypeError, match=f"^{call.__name__}: expected model to be a torch.nn.Module, got int$"):
+            call(3)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -25,8 +25,8 @@ except Exception as error:  # a torchvision beside another torch fails in ways o
 import numpy as np
 from PIL import Image
 
-from patchconv_native.demo import DemoError, figures, filters, measure, picture, stages
-from patchconv_native.demo.worker import OutOfMemory, Worker, WorkerError
+from patchconv_native.demo import DemoError, figures, filters, measure, picture, report, show, stages
+from patchconv_native.demo.worker import Difference, Outcome, OutOfMemory, Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -154,6 +154,13 @@ class TestPicture:
         assert photo.pixels.shape[:2] == photo.size and 250e3 <= photo.size[0] * photo.size[1] < 260e3
         assert photo.scale == 1 and photo.opened_size == (600, 900)
 
+    def test_narrow(self, tmp_path: Path) -> None:
+        Image.new("L", (6500, 16)).save(file := tmp_path / "band.png")
+        assert picture.load(file, 0.1).size == (16, 6376)
+        Image.new("L", (6700, 16)).save(file)
+        with pytest.raises(DemoError, match=r"6472 x 16 at 0\.1 megapixels; .* at least 1/400 of the other"):
+            picture.load(file, 0.1)
+
     def test_past_pillows_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
         Image.new("L", (100, 100)).save(file := tmp_path / "it.png")
@@ -191,6 +198,10 @@ class TestMeasure:
     def test_an_earlier_peak_does_not_count(self) -> None:
         torch.ones(256 * MIB // 4).sum()
         assert measure.measure(self._work, measure.HostMeter())[1].peak < 140 * MIB
+
+    def test_a_peak_below_the_result_is_no_negative_workspace(self) -> None:
+        """Where the result goes into memory that the process already occupied."""
+        assert measure.Measurement(0.1, peak=5 * MIB, result=7 * MIB, curve=[(0.0, 0)]).workspace == 0
 
     def test_median_of_repeats_and_watching(self) -> None:
         calls: list[int] = []
@@ -347,6 +358,18 @@ class TestFigures:
         assert top < 130 < top + height and left < 420 < left + width
         assert top >= 0 and left >= 0 and top + height <= 400 and left + width <= 600
 
+    @pytest.mark.parametrize("width", [16, 1000, 6400, 10000, 11184, 40000, 100_000, 244_952])
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_a_window_fits_into_the_narrowest_picture(self, width: int, turned: bool) -> None:
+        narrow = max(picture.SMALLEST_SIDE, 8 * math.ceil(width / picture.NARROWEST / 8))
+        size = (width, narrow) if turned else (narrow, width)
+        assert picture.workable(size)
+        photo = picture.Photo("band", np.zeros((1, 1, 3), np.uint8), size, size)
+        step = show.shown_step(photo)
+        flat = np.zeros((size[0] // step, size[1] // step), np.float32)
+        top, left, height, across = figures.choose_window(photo, filters.Orientation(flat, flat), step)
+        assert height > 0 and across > 0 and top + height <= size[0] and left + across <= size[1]
+
     def test_the_window_follows_the_focus(self) -> None:
         photo = picture.load(None, 2)
         flat = filters.Orientation(np.zeros((300, 450), np.float32), np.zeros((300, 450), np.float32))
@@ -354,6 +377,35 @@ class TestFigures:
         assert photo.focus is not None
         assert top < photo.focus[0] * photo.size[0] < top + height
         assert left < photo.focus[1] * photo.size[1] < left + width
+
+
+class TestVerdict:
+    def test_a_sentence(self) -> None:
+        (line,) = report.verdict([self._result(96 * MIB, 10 * MIB)])
+        assert line == "resnet18 stem: 10 MiB above the result where stock takes 96 MiB, in 0.50 of its time"
+
+    def test_below_nothing_is_nothing(self) -> None:
+        (line,) = report.verdict([self._result(10 * MIB, -2 * MIB)])
+        assert "stem: 0 KiB above the result where stock takes 10 MiB" in line
+
+    @pytest.mark.parametrize(("stock", "ours"), [(-2, -1), (0, 0), (MIB - 1, MIB - 1), (-2 * MIB, MIB // 2)])
+    def test_no_sentence_on_noise(self, stock: int, ours: int) -> None:
+        assert report.verdict([self._result(stock, ours)]) == []
+
+    @pytest.mark.parametrize(("stock", "ours"), [(MIB, 0), (0, MIB)])
+    def test_one_that_is_no_noise_is_told(self, stock: int, ours: int) -> None:
+        assert len(report.verdict([self._result(stock, ours)])) == 1
+
+    @staticmethod
+    def _result(stock: int, ours: int) -> report.StageResult:
+        """What a stage gave with these peaks above the result; stock took twice the time."""
+        stage = stages.ResnetStem(small_photo(), 0)
+        shapes = stage.shapes()
+        one, other = (
+            Outcome(measure.Measurement(seconds, shapes.result + above, shapes.result, [(0.0, 0)]), "stock", 1.0)
+            for seconds, above in ((2.0, stock), (1.0, ours))
+        )
+        return report.StageResult(stage, shapes, one, other, Difference(0.0, ""))
 
 
 def lively(file: Path) -> np.ndarray:

@@ -4,8 +4,10 @@ numbers.
 
 from __future__ import annotations
 
+import enum
 import inspect
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,3 +126,168 @@ def test_a_model_can_swap_the_import(device):
     import patchconv_native.functional as ours
 
     torch.testing.assert_close(block(ours, x, w, t), block(F, x, w, t))
+
+
+@DIMS
+@pytest.mark.parametrize("splits", [None, 2])
+def test_padding_before_and_after(device, dims, splits):
+    """Two entries a dimension: (before, after) of the first, then of the next."""
+    x, w, b = tensors(dims, device)
+    pads = [1, 2, 0, 3, 2, 1][: 2 * dims]
+    # F.pad begins with the last dimension.
+    reversed_pads = [pads[2 * d + side] for d in reversed(range(dims)) for side in (0, 1)]
+    found = getattr(pc.functional, f"conv{dims}d")(x, w, b, padding=pads, groups=2, splits=splits)
+    torch.testing.assert_close(found, getattr(F, f"conv{dims}d")(F.pad(x, reversed_pads), w, b, groups=2))
+
+
+class Two(enum.IntEnum):
+    TWO = 2
+
+
+class Image(Tensor):
+    """A subclass: its calls go by torch.ops.patchconv.*."""
+
+
+INTEGERS = [np.int64(2), np.int32(2), torch.tensor(2), torch.tensor([2]), Two.TWO]
+PATHS = pytest.mark.parametrize("kind", [Tensor, Image])
+
+
+@DIMS
+@PATHS
+@pytest.mark.parametrize("two", INTEGERS, ids=[type(n).__name__ for n in INTEGERS])
+@pytest.mark.parametrize("argument", ["stride", "padding", "dilation", "groups", "splits"])
+def test_every_kind_of_integer(dims, kind, two, argument):
+    x, w, b = tensors(dims, "cpu")
+    x, given = x.as_subclass(kind), {"groups": 2, argument: two}
+    found = getattr(pc.functional, f"conv{dims}d")(x, w, b, **given)
+    expected = getattr(F, f"conv{dims}d")(x, w, b, **{k: 2 for k in given if k != "splits"})
+    torch.testing.assert_close(found, expected)
+    if argument != "groups":
+        given[argument] = (two,) * dims
+        torch.testing.assert_close(getattr(pc.functional, f"conv{dims}d")(x, w, b, **given), expected)
+
+    x, w, b = tensors(dims, "cpu", transposed=True)
+    x, given = x.as_subclass(kind), {"groups": 2, "stride": 3, argument: two}
+    found = getattr(pc.functional, f"conv_transpose{dims}d")(x, w, b, **given)
+    expected = getattr(F, f"conv_transpose{dims}d")(
+        x, w, b, **{k: 3 if v == 3 else 2 for k, v in given.items() if k != "splits"}
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_same_with_every_kind_of_integer():
+    x, w, _ = tensors(2, "cpu")
+    for one, two in ((np.int64(1), np.int64(2)), (torch.tensor(1), torch.tensor(2)), ((np.int64(1),) * 2, [2, 2])):
+        found = pc.functional.conv2d(x, w, stride=one, padding="same", dilation=two, groups=2)
+        torch.testing.assert_close(found, F.conv2d(x, w, padding="same", dilation=2, groups=2))
+
+
+INTS = "an int or a sequence of 2 ints"
+PADS = "'same', 'valid', an int or a sequence of 2 or 4 ints"
+WRONG = [
+    ("stride", 2.5, INTS, "2.5 (float)"),
+    ("stride", (2.5, 1), INTS, "(2.5, 1) (tuple)"),
+    ("stride", True, INTS, "True (bool)"),
+    ("stride", None, INTS, "None (NoneType)"),
+    ("stride", "2", INTS, "'2' (str)"),
+    ("stride", [None, 1], INTS, "[None, 1] (list)"),
+    ("padding", None, PADS, "None (NoneType)"),
+    ("padding", 1.0, PADS, "1.0 (float)"),
+    ("padding", False, PADS, "False (bool)"),
+    ("dilation", 2.0, INTS, "2.0 (float)"),
+    ("dilation", True, INTS, "True (bool)"),
+    ("groups", 2.0, "an int", "2.0 (float)"),
+    ("groups", True, "an int", "True (bool)"),
+    ("groups", (1,), "an int", "(1,) (tuple)"),
+    ("groups", None, "an int", "None (NoneType)"),
+    ("splits", "2", f"None, {INTS}", "'2' (str)"),
+    ("splits", 2.0, f"None, {INTS}", "2.0 (float)"),
+    ("splits", True, f"None, {INTS}", "True (bool)"),
+    ("splits", (2, "x"), f"None, {INTS}", "(2, 'x') (tuple)"),
+    ("padding_mode", None, "a str", "None (NoneType)"),
+    ("padding_mode", 3, "a str", "3 (int)"),
+]
+
+
+@pytest.mark.parametrize("argument,value,expected,got", WRONG, ids=[f"{row[0]}={row[1]!r}" for row in WRONG])
+def test_arguments_of_the_wrong_type(argument, value, expected, got):
+    x, w = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3)
+    for name in ("conv2d", "conv_transpose2d"):
+        if name == "conv_transpose2d":
+            if argument == "padding_mode":
+                continue
+            expected = INTS if argument == "padding" else expected
+        with pytest.raises(TypeError) as caught:
+            getattr(pc.functional, name)(x, w, **{argument: value})
+        assert str(caught.value) == f"{name}: expected {argument} to be {expected}, got {got}"
+
+
+@pytest.mark.parametrize("value", [2.5, b"2", None, (1, 2.5)], ids=repr)
+@pytest.mark.parametrize("argument", ["stride", "padding", "dilation", "groups"])
+def test_tensor_subclasses_get_the_same_errors(argument, value):
+    x, w = torch.randn(1, 2, 8, 8).as_subclass(Image), torch.randn(2, 2, 3, 3)
+    for name in ("conv2d", "conv_transpose2d"):
+        with pytest.raises(TypeError, match=f"^{name}: expected {argument} to be .*, got ") as caught:
+            getattr(pc.functional, name)(x, w, **{argument: value})
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "arguments,name",
+    [({"stride": 1.5}, "stride"), ({"dilation": 2.0}, "dilation"), ({"dilation": (2.0, 1)}, "dilation")],
+)
+def test_same_with_numbers_of_the_wrong_type(arguments, name):
+    x, w = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3)
+    with pytest.raises(TypeError, match=f"^conv2d: expected {name} to be an int or a sequence of 2 ints, got "):
+        pc.functional.conv2d(x, w, padding="same", **arguments)
+
+
+def test_errors_are_short():
+    x, w = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3)
+    for value in (torch.randn(100, 100), [0.5] * 10000, "x" * 10000, np.zeros((50, 50)), object(), {1: 2}):
+        with pytest.raises(TypeError, match=r"^conv2d: expected stride to be an int or a sequence of 2 ints") as caught:
+            pc.functional.conv2d(x, w, stride=value)
+        assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
+
+
+def test_one_dimension_is_named_in_the_singular():
+    with pytest.raises(TypeError, match=r"^conv1d: expected stride to be an int or a sequence of 1 int, got 2.5 "):
+        pc.functional.conv1d(torch.randn(1, 2, 8), torch.randn(2, 2, 3), stride=2.5)
+
+
+def test_what_is_no_tensor():
+    x, w, b = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3), torch.randn(2)
+    for name in ("conv2d", "conv_transpose2d"):
+        call = getattr(pc.functional, name)
+        for arguments, text in (
+            ((None, w), "input to be a Tensor, got NoneType"),
+            ((x, None), "weight to be a Tensor, got NoneType"),
+            ((x.numpy(), w, b), "input to be a Tensor, got ndarray"),
+            ((x, w, 1.0), "bias to be a Tensor or None, got float"),
+        ):
+            with pytest.raises(TypeError, match=f"^{name}: expected {text}$"):
+                call(*arguments)
+    with pytest.raises(TypeError, match=r"^conv2d: expected weight to be a Tensor, got NoneType$"):
+        pc.functional.conv2d(x, None, padding="same")
+
+
+def test_the_operators_own_type_errors_stay():
+    """A TypeError that is not about the types of Python's arguments is passed on as it came."""
+    x, w = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3)
+    for stride in (1, (1, 1), np.int64(1)):
+        with pytest.raises(
+            TypeError, match=r"^conv2d: expected weight to have the dtype of input \(Float\), got Double"
+        ):
+            pc.functional.conv2d(x, w.double(), stride=stride)
+
+
+def test_symbolic_traces():
+    """torch.fx hands in proxies in the tensors' places."""
+
+    def call(x, w):
+        return (
+            pc.functional.conv2d(x, w, None, 2, 1) + pc.functional.conv_transpose2d(x, w, None, 1)[..., ::2, ::2].sum()
+        )
+
+    x, w = torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3)
+    torch.testing.assert_close(torch.fx.symbolic_trace(call)(x, w), call(x, w))

@@ -9,6 +9,7 @@ import inspect
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,6 +201,26 @@ def test_splits_can_be_set_later(device, name):
 def test_constructor_refuses_bad_splits(bad):
     with pytest.raises((ValueError, TypeError), match=r"^Conv2d: expected .*splits"):
         pc.Conv2d(4, 6, 3, splits=bad)
+
+
+@pytest.mark.parametrize("splits", [np.int64(3), torch.tensor(3), (np.int64(3),)], ids=repr)
+def test_splits_may_be_any_integer(splits):
+    layer = pc.Conv2d(4, 6, 3, splits=splits)
+    assert layer.splits == 3 and type(layer.splits) is int
+    layer.splits = None
+    layer.splits = splits
+    assert layer.splits == 3 and type(layer.splits) is int
+    assert torch.jit.script(layer)(image("Conv2d")).shape == (2, 6, 7, 7)
+
+
+@ALL
+def test_numbers_of_the_wrong_type_are_named(name):
+    operator = f"conv{'_transpose' if 'Transpose' in name else ''}{dims_of(name)}d"
+    layer = make(name, 4, 6, 3, stride=2.5)
+    with pytest.raises(TypeError, match=f"^{operator}: expected stride to be an int or a sequence of "):
+        layer(image(name))
+    with pytest.raises(TypeError, match=f"^{operator}: expected input to be a Tensor, got list$"):
+        getattr(pc.functional, operator)([1.0], layer.weight)
 
 
 @ALL

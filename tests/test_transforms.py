@@ -6,6 +6,8 @@ Outside of the transforms the library's own path is taken again: asserted after 
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -206,3 +208,38 @@ def test_ensembles(device):
     x = torch.randn(2, 3, 6, 6, device=device, dtype=torch.float64)
     found = vmap(lambda p, b: functional_call(members[0], (p, b), (x,)))(parameters, buffers)
     torch.testing.assert_close(found, torch.stack([m(x) for m in members]))
+
+
+class Mixed(nn.Module):
+    """Under autocast the convolution gets what the linear layer made: the lower precision."""
+
+    def __init__(self, first: nn.Module | None) -> None:
+        super().__init__()
+        self.first = first or nn.Identity()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.first(x))
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("transform", ["vjp", "jvp", "vmap", "grad"])
+def test_autocast_inside_a_transform(device, linear, transform):
+    stock = Mixed(nn.Linear(8, 8) if linear else None).to(device)
+    ours = pc.convert(copy.deepcopy(stock))
+    x = torch.randn(2, 3, 8, 8, device=device)
+
+    def run(model: nn.Module) -> tuple[Tensor, ...]:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            if transform == "vjp":
+                y, pull = vjp(model, x)
+                return y, *pull(torch.ones_like(y))
+            if transform == "jvp":
+                return jvp(model, (x,), (torch.ones_like(x),))
+            if transform == "vmap":
+                return (vmap(model)(x.unsqueeze(1)),)
+            return (grad(lambda t: model(t).float().square().mean())(x),)
+
+    for got, want in zip(run(ours), run(stock), strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)

@@ -229,7 +229,8 @@ struct AutogradRoom {
 struct TransformsRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
-    return stock_conv(spec, input, weight, bias);
+    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms come before autocast
+    return stock_conv(spec, x, w, b);
   }
   static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
                             const OptionalTensor& weight, c10::SymIntArrayRef input_size,

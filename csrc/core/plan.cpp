@@ -150,6 +150,10 @@ TilePlan make_plan(const PlanRequest& request) {
     extent[d] = cut_extent(request.dims[d], request.grid).size();
   }
 
+  if (request.batch == 0 || std::any_of(extent.begin(), extent.end(), [](int64_t e) { return e <= 0; })) {
+    plan.reason = PlanReason::kEmpty;
+    return plan;
+  }
   const bool asked =
       std::any_of(request.splits.begin(), request.splits.end(), [](int64_t s) { return s > 1; });
   if (asked) {
@@ -200,12 +204,14 @@ std::string TilePlan::explanation(int64_t limit) const {
           "the padding is made by the geometry, tile by tile, in place of a padded copy of the whole input";
       break;
     case PlanReason::kFaster:
-      text =
-          "one call would fit, but stock is slow with padding this wide or with this precision";
+      text = "one call would fit, but stock is slow with padding this wide or with this precision";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +
              " of workspace, more than the limit of " + format_bytes(limit);
+      break;
+    case PlanReason::kEmpty:
+      text = "there is nothing to compute";
       break;
   }
   if (clamped) text += "; more splits than coordinates were asked for, so each coordinate is one tile";

@@ -31,6 +31,7 @@ enum class PlanReason {
   kPadding,   // the padding is not one that stock PyTorch can do without a padded copy, or does wrongly
   kFaster,    // one call fits, but tiles are known to be much faster
   kTooLarge,  // one call would need more than the limit
+  kEmpty,     // nothing to compute
 };
 
 struct TilePlan {

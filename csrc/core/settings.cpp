@@ -13,8 +13,7 @@ std::atomic<Backend> g_backend{Backend::kAuto};
 
 std::mutex g_path_mutex;
 PathRecord g_last_path;
-bool g_logging = false;
-std::vector<PathRecord> g_path_log;
+std::vector<std::vector<PathRecord>> g_path_logs;  // one a start that has not been stopped
 
 }  // namespace
 
@@ -48,7 +47,7 @@ void set_backend(const std::string& name) {
 void record_path(const PathRecord& record) {
   const std::lock_guard<std::mutex> lock(g_path_mutex);
   g_last_path = record;
-  if (g_logging) g_path_log.push_back(record);
+  for (auto& log : g_path_logs) log.push_back(record);
 }
 
 PathRecord last_path() {
@@ -58,14 +57,15 @@ PathRecord last_path() {
 
 void start_path_log() {
   const std::lock_guard<std::mutex> lock(g_path_mutex);
-  g_logging = true;
-  g_path_log.clear();
+  g_path_logs.emplace_back();
 }
 
 std::vector<PathRecord> stop_path_log() {
   const std::lock_guard<std::mutex> lock(g_path_mutex);
-  g_logging = false;
-  return std::move(g_path_log);
+  if (g_path_logs.empty()) return {};
+  auto log = std::move(g_path_logs.back());
+  g_path_logs.pop_back();
+  return log;
 }
 
 }  // namespace patchconv

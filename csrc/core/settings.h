@@ -35,7 +35,7 @@ struct PathRecord {
 
 void record_path(const PathRecord& record);
 PathRecord last_path();
-// Between start and stop every record is kept; stop returns them in order.
+// Between start and stop every record is kept; stop returns them in order. Pairs may be nested.
 void start_path_log();
 std::vector<PathRecord> stop_path_log();
 

@@ -35,7 +35,8 @@ constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 // (bench/padding.py).
 constexpr int64_t kMaxPadding = 3;
 
-// From here on half precision that the processor cannot multiply is faster in tiles of float32 (bench/half.py).
+// From here on half precision that the processor cannot multiply is faster in tiles of float32
+// (bench/half.py).
 constexpr int64_t kManyProducts = 1 << 18;
 constexpr int64_t kLargeMatrix = 32 * 32;  // of a weight gradient's products
 
@@ -104,14 +105,14 @@ struct SerialWithin {
 class CpuEngine : public ConvEngine {
  public:
   int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                      at::MemoryFormat format) const override {
+                      at::MemoryFormat format, int64_t enough) const override {
     const auto element = static_cast<int64_t>(c10::elementSize(dtype));
     const int64_t big = volume(problem.big_sizes(problem.batch)) * element;
     const int64_t small = volume(problem.small_sizes(problem.batch)) * element;
     const int64_t columns =
         small / problem.small_channels * (problem.big_channels / problem.groups) * problem.kernel_volume();
     // Asking costs a microsecond or two: most calls are far too small for the answer to matter.
-    if (big + small + columns <= workspace_limit()) return big + small + columns;
+    if (big + small + columns <= enough) return big + small + columns;
     if (!served_by_onednn(problem, pass, dtype)) return columns;
     // oneDNN's weight gradient is several times faster from NCHW tiles, which are copies of a channels_last
     // tensor.
@@ -193,7 +194,8 @@ class CpuEngine : public ConvEngine {
       // Float32 tiles are up to some hundred times faster, where there is work enough to pay for making them.
       const int64_t products = volume(problem.small_sizes(problem.batch)) * problem.kernel_volume() *
                                (problem.big_channels / problem.groups);
-      const int64_t matrix = problem.big_channels / problem.groups * (problem.small_channels / problem.groups);
+      const int64_t matrix =
+          problem.big_channels / problem.groups * (problem.small_channels / problem.groups);
       return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);
     }
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&

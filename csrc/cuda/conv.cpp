@@ -28,7 +28,7 @@ constexpr int64_t kMaxElements = (int64_t{1} << 31) - 1;
 class CudaEngine : public ConvEngine {
  public:
   int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                      at::MemoryFormat format) const override {
+                      at::MemoryFormat format, int64_t /*enough*/) const override {
     const auto element = static_cast<int64_t>(c10::elementSize(dtype));
     const int64_t big = volume(problem.big_sizes(problem.batch));
     const int64_t small = volume(problem.small_sizes(problem.batch));

@@ -91,6 +91,12 @@ ConvGrads call_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output
                              const OptionalTensor& weight, c10::SymIntArrayRef input_size,
                              c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask);
 
+// The tensors of a call as autocast would make them, where it is on for their device: for calls that reach a
+// room which runs before autocast's.
+std::tuple<at::Tensor, at::Tensor, OptionalTensor> autocast_as_enabled(const at::Tensor& input,
+                                                                       const at::Tensor& weight,
+                                                                       const OptionalTensor& bias);
+
 // The same result from stock operators alone: for what a C++ node cannot serve (torch.func, forward-mode AD).
 at::Tensor stock_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                       const OptionalTensor& bias);

@@ -18,10 +18,10 @@ struct ConvQuestion {
   bool transposed;
   std::string padding_mode;
   std::optional<std::vector<int64_t>> splits;
-  std::string dtype;  // "float32", ...
-  bool channels_last;
-  std::string device;  // "cpu" or "cuda"
-  std::string pass;    // "fprop", "dgrad" or "wgrad"
+  std::vector<int64_t> input_stride, weight_stride;  // empty: contiguous
+  std::string dtype, weight_dtype;                   // "float32", ...
+  std::string device;                                // "cpu" or "cuda"
+  std::string pass;                                  // "fprop", "dgrad" or "wgrad"
 };
 
 struct ConvExplanation {

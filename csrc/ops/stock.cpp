@@ -1,7 +1,6 @@
 // The convolutions and their gradients composed of stock operators, for callers that a C++ autograd node
 // cannot serve. Everything here is differentiable and has batching rules, and may allocate padded copies of
 // its inputs.
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>

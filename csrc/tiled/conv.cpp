@@ -23,48 +23,20 @@ Tensor allocate(at::IntArrayRef sizes, const Tensor& like, at::MemoryFormat form
   return at::empty(sizes, like.options().memory_format(format));
 }
 
-// Batched 2-D or 3-D views of an operator's tensors, and the way back.
-struct Lift {
-  bool batched;
-  bool lifted;
-
-  Tensor operator()(const Tensor& tensor) const {
-    Tensor view = batched ? tensor : tensor.unsqueeze(0);
-    return lifted ? view.unsqueeze(2) : view;
-  }
-  Tensor weight(const Tensor& tensor) const { return lifted ? tensor.unsqueeze(2) : tensor; }
-  Tensor undo(const Tensor& tensor) const {
-    Tensor view = lifted ? tensor.squeeze(2) : tensor;
-    return batched ? view : view.squeeze(0);
-  }
-};
-
-at::MemoryFormat result_format(const ConvProblem& problem, const Tensor& tensor,
-                               const OptionalTensor& weight) {
-  return problem.lifted ? at::MemoryFormat::Contiguous
-                        : output_format(tensor, weight.has_value() ? *weight : Tensor());
-}
-
-// Stock makes a dense copy of a tensor that is not dense in the layout it computes in.
-int64_t copied_bytes(const Tensor& tensor, at::MemoryFormat format) {
-  return tensor.is_contiguous(format) ? 0 : static_cast<int64_t>(tensor.numel() * tensor.element_size());
-}
-
 // One pass that writes a grid, along its plan, into a new tensor.
 Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const Tensor& source,
                     const Tensor& weight, const OptionalTensor& bias) {
   const bool to_big = pass == ConvPass::kBig;
   const auto sizes = to_big ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
-  const auto format = result_format(problem, source, weight);
+  const TensorFacts facts = tensor_facts(problem, source, weight);
   if (source.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
-    Tensor result = allocate(sizes, source, format).zero_();
+    Tensor result = allocate(sizes, source, facts.format).zero_();
     if (bias.has_value() && bias->defined()) result.add_(bias_shaped(*bias, result.dim()));
     return result;
   }
-  const Route route =
-      find_route(engine, problem, pass, source.scalar_type(), format, copied_bytes(source, format));
+  const Route route = find_route(engine, problem, pass, facts);
   if (route.plan.tiled) {
-    const Tensor result = allocate(sizes, source, format);
+    const Tensor result = allocate(sizes, source, facts.format);
     (route.pass == ConvPass::kBig ? tile_big : tile_small)(
         engine, route.problem, route.plan, source, route.flipped ? flipped_weight(problem, weight) : weight,
         bias, result);
@@ -83,16 +55,43 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
                                   values(problem, &ConvDim::pad_before), values(problem, &ConvDim::dilation),
                                   to_big, output_padding, problem.groups);
   recorder.finish();
-  return result.contiguous(format);
+  return result.contiguous(facts.format);
 }
 
 }  // namespace
+
+Tensor Lift::operator()(const Tensor& tensor) const {
+  Tensor view = batched ? tensor : tensor.unsqueeze(0);
+  return lifted ? view.unsqueeze(2) : view;
+}
+
+Tensor Lift::weight(const Tensor& tensor) const { return lifted ? tensor.unsqueeze(2) : tensor; }
+
+Tensor Lift::undo(const Tensor& tensor) const {
+  Tensor view = lifted ? tensor.squeeze(2) : tensor;
+  return batched ? view : view.squeeze(0);
+}
+
+TensorFacts tensor_facts(const ConvProblem& problem, at::ArrayRef<Tensor> sources,
+                         const OptionalTensor& weight) {
+  TensorFacts facts{sources[0].scalar_type(), at::MemoryFormat::Contiguous};
+  if (!problem.lifted) facts.format = output_format(sources[0], weight.has_value() ? *weight : Tensor());
+  for (const Tensor& source : sources) {
+    // Stock makes a dense copy of a tensor that is not dense in the layout it computes in.
+    if (!source.is_contiguous(facts.format)) facts.copied_bytes += static_cast<int64_t>(source.nbytes());
+  }
+  return facts;
+}
 
 Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                     const OptionalTensor& bias) {
   const ConvParams params = check_params(spec, spec.name());
   check_sizes(params, input.sizes(), weight.sizes());
   check_forward_tensors(params, input, weight, bias);
+  const auto spatial = input.sizes().slice(input.dim() - spec.dims);
+  TORCH_CHECK_VALUE(std::find(spatial.begin(), spatial.end(), 0) == spatial.end(), params.op,
+                    ": expected every spatial size of input to be at least 1, got input of shape ",
+                    input.sizes());
   const BelowAutograd guard;
   const Lift lift{input.dim() == spec.dims + 2, spec.dims == 1};
   const Tensor batched = lift.batched ? input : input.unsqueeze(0);
@@ -127,16 +126,12 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   std::array<bool, 3> together = {false, false, false};
   TilePlan weight_plan;
   if (output_mask[1] && !empty) {
-    const auto format = result_format(problem, in, w);
-    weight_plan = plan_conv(engine, problem, ConvPass::kWeight, grad.scalar_type(), format,
-                            copied_bytes(in, format) + copied_bytes(grad, format));
+    weight_plan = plan_conv(engine, problem, ConvPass::kWeight, tensor_facts(problem, {in, grad}, w));
   }
   if (in.defined() && !empty) {
     together[1] = output_mask[1] && !weight_plan.tiled;
     together[0] = output_mask[0] && w.defined() &&
-                  !plan_conv(engine, problem, input_pass, grad.scalar_type(), result_format(problem, grad, w),
-                             copied_bytes(grad, result_format(problem, grad, w)))
-                       .tiled;
+                  !plan_conv(engine, problem, input_pass, tensor_facts(problem, grad, w)).tiled;
     together[2] = output_mask[2] && together[1];
   }
   Tensor grad_input, grad_weight, grad_bias;
@@ -161,7 +156,7 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
       recorder.tile(true);
       recorder.finish();
     }
-    if (together[0]) grad_input = lift.undo(grad_input.contiguous(result_format(problem, grad, w)));
+    if (together[0]) grad_input = lift.undo(grad_input.contiguous(tensor_facts(problem, grad, w).format));
     if (together[1] && problem.lifted) grad_weight = grad_weight.squeeze(2);
   }
   if (output_mask[0] && !together[0]) {

@@ -85,9 +85,10 @@ class ConvEngine {
  public:
   virtual ~ConvEngine() = default;
 
-  // Transient bytes of a single stock call for the whole problem. `format` is that of its tensors.
+  // Transient bytes of a single stock call for the whole problem, or any larger number up to `enough`: what
+  // is no more than that need not be known better. `format` is that of its tensors.
   virtual int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                              at::MemoryFormat format) const = 0;
+                              at::MemoryFormat format, int64_t enough) const = 0;
   virtual TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const = 0;
 
   // A loop over [0, count) by as many threads, each serial within.
@@ -125,10 +126,17 @@ struct RegisterEngine {
   RegisterEngine(const char* device, const ConvEngine& engine);
 };
 
-// The plan that a pass over this problem would follow. `copied_bytes`: what a single stock call would spend
-// on dense copies of tensors that are not dense.
-TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                   at::MemoryFormat format, int64_t copied_bytes);
+// What a plan asks about the tensors of a pass.
+struct TensorFacts {
+  at::ScalarType dtype;
+  at::MemoryFormat format;   // of the result
+  int64_t copied_bytes = 0;  // that a single stock call would spend on dense copies of tensors that are not
+  bool exact_bytes = false;  // wants to know what a stock call takes although it is little
+};
+
+// The plan that a pass over this problem would follow.
+TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
+                   const TensorFacts& facts);
 
 // Stock computes a weight gradient only in company of a weight. Its values are not read: any will do.
 at::Tensor weight_stand_in(const ConvProblem& problem, const at::Tensor& like);

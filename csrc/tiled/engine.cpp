@@ -184,8 +184,9 @@ const ConvEngine* find_engine(const std::string& device) {
   return entry == engines().end() ? nullptr : entry->second;
 }
 
-TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                   at::MemoryFormat format, int64_t copied_bytes) {
+TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
+                   const TensorFacts& facts) {
+  const auto [dtype, format, copied_bytes, exact_bytes] = facts;
   PlanRequest request;
   request.dims = problem.dims;
   request.grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
@@ -193,7 +194,8 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
   request.must_tile = !problem.stock_serves() || engine.stock_fails(problem, pass, dtype, format);
   request.splits = problem.splits;
   request.limit = workspace_limit();
-  request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format) + copied_bytes;
+  const int64_t enough = exact_bytes ? 0 : request.limit - copied_bytes;
+  request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format, enough) + copied_bytes;
   const bool asked =
       std::any_of(request.splits.begin(), request.splits.end(), [](int64_t s) { return s > 1; });
   request.stock_is_slow = request.splits.empty() && engine.stock_is_slow(problem, pass, dtype);

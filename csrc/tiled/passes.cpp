@@ -210,13 +210,13 @@ void PathRecorder::finish() {
   record_path(record_);
 }
 
-Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                 at::MemoryFormat format, int64_t copied_bytes) {
+Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
+                 const TensorFacts& facts) {
   Route route{problem, pass, {}};
   if (pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros) {
     route.problem.gather = ConvProblem::Gather{problem.mode, problem.dims};
   }
-  route.plan = plan_conv(engine, route.problem, pass, dtype, format, copied_bytes);
+  route.plan = plan_conv(engine, route.problem, pass, facts);
   const bool unit_stride =
       std::all_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride == 1; });
   if (!route.plan.tiled || pass != ConvPass::kBig || !unit_stride || !engine.prefers_convolution()) {
@@ -236,8 +236,7 @@ Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass 
   const PlanReason reason = route.plan.reason;
   const int64_t whole = route.plan.whole_bytes;
   other.tiles_only = true;
-  route = {other, ConvPass::kSmall, plan_conv(engine, other, ConvPass::kSmall, dtype, format, copied_bytes),
-           true};
+  route = {other, ConvPass::kSmall, plan_conv(engine, other, ConvPass::kSmall, facts), true};
   route.plan.reason = reason;
   route.plan.whole_bytes = whole;
   return route;

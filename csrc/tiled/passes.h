@@ -41,8 +41,22 @@ struct Route {
   TilePlan plan;
   bool flipped = false;  // wants flipped_weight in place of the weight
 };
-Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                 at::MemoryFormat format, int64_t copied_bytes);
+Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
+                 const TensorFacts& facts);
+
+// Facts of a pass that reads `sources` and, where it is given, `weight`. All are batched and 2-D or 3-D.
+TensorFacts tensor_facts(const ConvProblem& problem, at::ArrayRef<at::Tensor> sources,
+                         const std::optional<at::Tensor>& weight);
+
+// Batched 2-D or 3-D views of an operator's tensors, and the way back.
+struct Lift {
+  bool batched;
+  bool lifted;
+
+  at::Tensor operator()(const at::Tensor& tensor) const;
+  at::Tensor weight(const at::Tensor& tensor) const;
+  at::Tensor undo(const at::Tensor& tensor) const;
+};
 
 // (K, C/groups, R, S) to (C, K/groups, R, S) with every kernel turned round: with stride 1 a transposed
 // convolution is a convolution with these.

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="skip what would need more than this (otherwise: more than is free)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the stem's random weights (0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the stem's random weights (0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,6 +85,16 @@ def _gibibytes(text: str) -> float:
     value = _number(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"expected a positive number of GiB, got {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 2**64
+    if not -(2**63) <= value < 2**64:  # what torch.manual_seed takes
+        raise argparse.ArgumentTypeError(f"expected a whole number from -2^63 to 2^64 - 1, got {text!r}")
     return value
 
 

@@ -93,8 +93,8 @@ class Measurement:
 
     @property
     def workspace(self) -> int:
-        """The peak above input, weights and result."""
-        return self.peak - self.result
+        """The peak above input, weights and result; a small result may go into memory occupied before."""
+        return max(0, self.peak - self.result)
 
     @property
     def sampled_peak(self) -> int:

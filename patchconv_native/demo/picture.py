@@ -22,6 +22,7 @@ from . import DemoError
 BUNDLED = ("skimage", "data/chelsea.png")  # photographed by Stefan van der Walt, public domain (CC0)
 FOCUS = (0.38, 0.37)  # the cat's left eye, as a share of the height and the width
 SMALLEST_SIDE = 16
+NARROWEST = 400  # the long side over the short one: what is narrower leaves nothing to draw
 LARGEST_PIXELS = 2**30  # 3 GiB of bytes once decoded
 
 
@@ -76,10 +77,20 @@ def load(file: Path | None, megapixels: float) -> Photo:
     scale = math.sqrt(megapixels * 1e6 / (opened[0] * opened[1]))
     # Whole multiples of 8, so that strides divide and the picture shrinks evenly for display.
     height, width = (8 * math.ceil(side * scale / 8) for side in opened)
+    if not workable((height, width)):
+        raise DemoError(
+            f"the picture is {opened[1]} x {opened[0]} pixels, {width} x {height} at {megapixels:g} megapixels; there "
+            f"either side must be {SMALLEST_SIDE} or more and at least 1/{NARROWEST} of the other"
+        )
     if scale < 1:
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
     name, focus = ("Chelsea the cat", FOCUS) if file is None else (file.name, None)
     return Photo(name, np.array(picture), (height, width), opened, focus)
+
+
+def workable(size: tuple[int, int]) -> bool:
+    """Whether a picture of this size, which is that of the work, can be filtered and drawn."""
+    return min(size) >= max(SMALLEST_SIDE, max(size) / NARROWEST)
 
 
 def _open(file: Path) -> Image.Image:

@@ -14,6 +14,8 @@ from .picture import Photo
 from .stages import Shapes, Stage
 from .worker import Difference, Outcome
 
+NOISE = 2**20  # bytes: resident memory is not measured more finely than this
+
 
 @dataclass(frozen=True)
 class NoResult:
@@ -95,13 +97,15 @@ def table(results: list[StageResult]) -> Table:
 
 
 def verdict(results: list[StageResult]) -> list[str]:
-    """A sentence a stage."""
+    """A sentence a stage; none where both peaks are lost in the noise."""
     lines = []
     for result in results:
         if isinstance(result.stock, NoResult):
             lines.append(f"{result.stage.name}: stock {result.stock.what}: {result.stock.why}")
             continue
         stock, ours = result.stock.measured, result.ours.measured
+        if max(stock.workspace, ours.workspace) < NOISE:
+            continue
         ratio = ours.seconds / stock.seconds
         lines.append(
             f"{result.stage.name}: {size(ours.workspace)} above the result where stock takes "

@@ -168,8 +168,13 @@ def _needs(need: int, available: int) -> str:
     return f"needs about {report.size(need)} at this size and {report.size(available)} is available"
 
 
+def shown_step(photo: Photo) -> int:
+    """The picture that is shown whole is drawn at 1/step of the photograph's size."""
+    return max(1, round(photo.size[1] / SHOWN_WIDTH))
+
+
 def _views(worker: Worker, photo: Photo) -> Views:
-    step = max(1, round(photo.size[1] / SHOWN_WIDTH))
+    step = shown_step(photo)
     whole: Orientation = worker.ask("small_orientation", step)
     place = figures.choose_window(photo, whole, step)
     return Views(whole, step, worker.ask("orientation", *place), place)

@@ -1,0 +1,89 @@
+"""The operators in torch.utils.flop_counter.FlopCounterMode: counted as the stock convolutions they stand for.
+
+Whatever torch's own formulas count is counted here, since they are what is asked: tiles and their halos change nothing.
+Importing torch.utils.flop_counter imports triton, a tenth of a second and, where there is none, a warning. So the
+formulas are registered when somebody else imports it, by a finder in sys.meta_path that then goes away.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+class _WhenImported(MetaPathFinder):
+    """Finds torch.utils.flop_counter where it is, and has it register this package's formulas as its last act."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _COUNTER:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register() -> None:
+    """Has FlopCounterMode count this package's operators, now or as soon as torch.utils.flop_counter is imported."""
+    if (counter := sys.modules.get(_COUNTER)) is not None:
+        _register(counter)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def _register(counter: Any) -> None:
+    for dims in (1, 2, 3):
+        for transposed in (False, True):
+            name = f"conv{'_transpose' if transposed else ''}{dims}d"
+            for op, formula in (
+                (getattr(torch.ops.patchconv, name), _forward(counter, dims, transposed)),
+                (getattr(torch.ops.patchconv, f"{name}_backward"), _backward(counter, dims, transposed)),
+            ):
+                if op not in counter.flop_registry:
+                    counter.register_flop_formula(op)(formula)
+
+
+def _batched(shape: Sequence[int], dims: int) -> list[int]:
+    """An image alone as a batch of one: stock operators make it so before the counter sees it."""
+    return [1] * (dims + 2 - len(shape)) + list(shape)
+
+
+def _forward(counter: Any, dims: int, transposed: bool) -> Callable[..., int]:
+    def formula(input: Any, weight: Any, *_args: Any, out_shape: Any, **_kwargs: Any) -> int:
+        return counter.conv_flop_count(_batched(input, dims), weight, _batched(out_shape, dims), transposed=transposed)
+
+    return formula
+
+
+def _backward(counter: Any, dims: int, transposed: bool) -> Callable[..., int]:
+    def formula(
+        grad_output: Any, _input: Any, _weight: Any, input_size: Any, weight_size: Any, *_args: Any,
+        output_mask: Any, **_kwargs: Any,
+    ) -> int:  # fmt: skip
+        # The stock formula looks at shapes, transposed and output_mask alone.
+        input_size = _batched(input_size, dims)
+        return counter.conv_backward_flop(
+            _batched(grad_output, dims), input_size, weight_size, None, None, None, None, transposed, None, None,
+            output_mask, out_val=(input_size, weight_size, None),
+        )  # fmt: skip
+
+    return formula
