@@ -9,21 +9,16 @@ using at::Tensor;
 
 namespace {
 
-std::tuple<Tensor, Tensor, OptionalTensor> lower(c10::DeviceType device, const Tensor& input,
-                                                 const Tensor& weight, const OptionalTensor& bias) {
-  const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
-  auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, device); };
-  return {cast(input), cast(weight), bias.has_value() ? OptionalTensor(cast(*bias)) : std::nullopt};
-}
-
 template <c10::DeviceType kDevice>
 struct AutocastRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
     const c10::impl::ExcludeDispatchKeyGuard guard(
         at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    const auto [x, w, b] = lower(kDevice, input, weight, bias);
-    return call_conv(spec, x, w, b);
+    const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+    auto lower = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
+    return call_conv(spec, lower(input), lower(weight),
+                     bias.has_value() ? OptionalTensor(lower(*bias)) : std::nullopt);
   }
 };
 
@@ -40,7 +35,12 @@ std::tuple<Tensor, Tensor, OptionalTensor> autocast_as_enabled(const Tensor& inp
                   !c10::impl::tls_is_dispatch_key_excluded(
                       at::autocast::get_autocast_dispatch_key_from_device_type(device));
   if (!on) return {input, weight, bias};
-  return lower(device, input, weight, bias);
+  // Not cached_cast: it takes a transform's wrapper for a tensor of no device.
+  const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
+  auto lower = [&](const Tensor& tensor) {
+    return tensor.is_floating_point() && tensor.scalar_type() != at::kDouble ? tensor.to(dtype) : tensor;
+  };
+  return {lower(input), lower(weight), bias.has_value() ? OptionalTensor(lower(*bias)) : std::nullopt};
 }
 
 }  // namespace patchconv
