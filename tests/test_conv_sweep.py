@@ -7,7 +7,12 @@ takes.
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import configurations
 import hypothesis.strategies as st
@@ -82,3 +87,18 @@ def assert_path(c: configurations.Configuration, path: dict[str, object]) -> Non
         assert path["path"] == "tiled", path
         pieces = path["tiles"]
         assert isinstance(pieces, list) and all(1 <= got <= want for got, want in zip(pieces, asked, strict=True)), path
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="there is one set of instructions")
+def test_sweep_without_avx512():
+    """Weight gradients are computed another way on processors without AVX-512, and oneDNN has other kernels there."""
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.fuzz", "--n", "1500", "--seed", str(SWEEP_SEED), "--threads", "1"],
+        cwd=root,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1500 of 1500" in done.stdout and ", 0 failed" in done.stdout

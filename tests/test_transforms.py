@@ -241,5 +241,6 @@ def test_autocast_inside_a_transform(device, linear, transform):
             return (grad(lambda t: model(t).float().square().mean())(x),)
 
     for got, want in zip(run(ours), run(stock), strict=True):
-        assert got.dtype == want.dtype
-        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+        # Stock loses autocast in a batched convolution.
+        assert got.dtype == (torch.bfloat16 if transform == "vmap" else want.dtype)
+        torch.testing.assert_close(got.to(want.dtype), want, rtol=0.05, atol=0.05)

@@ -114,9 +114,9 @@ class CpuEngine : public ConvEngine {
     // Asking costs a microsecond or two: most calls are far too small for the answer to matter.
     if (big + small + columns <= enough) return big + small + columns;
     if (!served_by_onednn(problem, pass, dtype)) return columns;
-    // oneDNN's weight gradient is several times faster from NCHW tiles, which are copies of a channels_last
-    // tensor.
-    if (channels_last(format) && pass != ConvPass::kWeight) return 0;
+    const bool as_it_is =
+        pass != ConvPass::kWeight || weight_gradient_way(problem) == WeightGradient::kChannelsLast;
+    if (channels_last(format) && as_it_is) return 0;
     return big + small;
   }
 
@@ -125,11 +125,13 @@ class CpuEngine : public ConvEngine {
     // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
     const bool sums = pass == ConvPass::kWeight || problem.gather.has_value();
     style.dtype = is_half(dtype) && (sums || !multiplies_half(dtype)) ? at::kFloat : dtype;
-    const bool products = pass == ConvPass::kWeight && weight_gradient_by_products(problem);
+    const auto way = pass == ConvPass::kWeight ? weight_gradient_way(problem) : WeightGradient::kStock;
+    const bool products = way == WeightGradient::kProducts;
+    const bool direct = way == WeightGradient::kChannelsLast && style.dtype == at::kFloat;
     const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
                                                  : !products && served_by_onednn(problem, pass, style.dtype);
     const bool plain = pass == ConvPass::kSmall && reads_past_end(problem);
-    if (products || (onednn && pass != ConvPass::kWeight && !plain)) {
+    if (products || direct || (onednn && pass != ConvPass::kWeight && !plain)) {
       style.format =
           problem.dims.size() == 2 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
     }
@@ -142,7 +144,7 @@ class CpuEngine : public ConvEngine {
         volume(problem.weight_sizes()) * element * (pass == ConvPass::kWeight && !products ? 3 : 1);
     if (!onednn && !products) {
       style.cost.small_bytes += problem.big_channels / problem.groups * problem.kernel_volume() * element;
-    } else if (pass == ConvPass::kWeight && !products) {
+    } else if (pass == ConvPass::kWeight && !products && !direct) {
       // oneDNN reorders both tiles.
       style.cost.big_bytes *= 2;
       style.cost.small_bytes *= 2;
@@ -152,7 +154,7 @@ class CpuEngine : public ConvEngine {
     style.max_padding = products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : kMaxPadding;
     // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
     // all.
-    const bool own_way = products || (onednn && pass == ConvPass::kSmall);
+    const bool own_way = products || direct || (onednn && pass == ConvPass::kSmall);
     style.threads = own_way && !at::in_parallel_region() ? at::get_num_threads() : 1;
     return style;
   }
@@ -177,7 +179,8 @@ class CpuEngine : public ConvEngine {
 
   void correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem, at::IntArrayRef padding,
                  const Tensor& sum) const override {
-    if (weight_gradient_by_products(problem)) return add_weight_gradient(big, small, problem, sum);
+    if (weight_gradient_way(problem) == WeightGradient::kProducts)
+      return add_weight_gradient(big, small, problem, sum);
     ConvEngine::correlate(big, small, problem, padding, sum);
   }
 

@@ -1,13 +1,18 @@
 #include "cpu/weight_gradient.h"
 
+#include <ATen/Version.h>
+
 namespace patchconv {
 
 using at::Tensor;
 
-bool weight_gradient_by_products(const ConvProblem& problem) {
+WeightGradient weight_gradient_way(const ConvProblem& problem) {
   constexpr int64_t kLeastChannels = 8;
-  return problem.groups == 1 && problem.big_channels >= kLeastChannels &&
-         problem.small_channels >= kLeastChannels;
+  const bool several = problem.groups == 1 && problem.big_channels >= kLeastChannels &&
+                       problem.small_channels >= kLeastChannels;
+  if (!several) return WeightGradient::kStock;
+  static const bool avx512 = at::get_cpu_capability() == "AVX512";
+  return avx512 ? WeightGradient::kChannelsLast : WeightGradient::kProducts;
 }
 
 void add_weight_gradient(const Tensor& big, const Tensor& small, const ConvProblem& problem,

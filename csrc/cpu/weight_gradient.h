@@ -9,8 +9,15 @@
 
 namespace patchconv {
 
-// Whether the products are large enough to pay: ungrouped, several channels on both sides.
-bool weight_gradient_by_products(const ConvProblem& problem);
+// How a tile's weight gradient is computed. oneDNN takes NCHW tensors, in which it is slow, through reordered
+// copies; channels_last ones fast and as they are with its kernels for AVX-512, and several times slower
+// without.
+enum class WeightGradient {
+  kStock,         // as stock does, tiles in NCHW: grouped, or few channels
+  kChannelsLast,  // as stock does, tiles in channels_last
+  kProducts,      // add_weight_gradient
+};
+WeightGradient weight_gradient_way(const ConvProblem& problem);
 
 // big (N, C, ...) with its padding in it and small (N, K, ...), both dense in channels_last; sum (K, C, ...)
 // with the matrices of one kernel position dense.

@@ -77,7 +77,8 @@ Tensor stock_conv(const ConvSpec& spec, const Tensor& input, const Tensor& weigh
   const StockArguments args(params);
   const bool batched = input.dim() == spec.dims + 2;
   Tensor x = batched ? input : input.unsqueeze(0);
-  if (args.explicit_padding) x = padded(params, x);
+  // Autocast, where it is on, pads in float32.
+  if (args.explicit_padding) x = padded(params, x).to(input.scalar_type());
   Tensor y = at::convolution(x, weight, bias, args.stride, args.padding, args.dilation, spec.transposed,
                              args.output_padding, spec.groups);
   return batched ? y : y.squeeze(0);
