@@ -85,7 +85,7 @@ at::Tensor conv(int dims, const at::Tensor& input, const at::Tensor& weight,
                 const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
                 const std::string& padding_mode, const std::optional<std::vector<int64_t>>& splits) {
   return patchconv::call_conv(
-      {dims, /*transposed=*/false, stride, padding, {}, dilation, groups, padding_mode, optional_ref(splits)},
+      patchconv::conv_spec(dims, stride, padding, dilation, groups, padding_mode, optional_ref(splits)),
       input, weight, bias);
 }
 
@@ -94,8 +94,8 @@ at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& w
                           const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
                           int64_t groups, const std::vector<int64_t>& dilation,
                           const std::optional<std::vector<int64_t>>& splits) {
-  return patchconv::call_conv({dims, /*transposed=*/true, stride, padding, output_padding, dilation, groups,
-                               "zeros", optional_ref(splits)},
+  return patchconv::call_conv(patchconv::transposed_spec(dims, stride, padding, output_padding, groups,
+                                                         dilation, optional_ref(splits)),
                               input, weight, bias);
 }
 

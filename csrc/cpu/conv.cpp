@@ -12,6 +12,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mkldnn_convolution.h>
 
+#include <c10/util/accumulate.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -39,12 +40,6 @@ constexpr int64_t kMaxPadding = 3;
 // (bench/half.py).
 constexpr int64_t kManyProducts = 1 << 18;
 constexpr int64_t kLargeMatrix = 32 * 32;  // of a weight gradient's products
-
-int64_t volume(const std::vector<int64_t>& sizes) {
-  int64_t product = 1;
-  for (int64_t s : sizes) product *= s;
-  return product;
-}
 
 bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
 
@@ -107,15 +102,15 @@ class CpuEngine : public ConvEngine {
   int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                       at::MemoryFormat format, int64_t enough) const override {
     const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t big = volume(problem.big_sizes(problem.batch)) * element;
-    const int64_t small = volume(problem.small_sizes(problem.batch)) * element;
+    const int64_t big = c10::multiply_integers(problem.big_sizes(problem.batch)) * element;
+    const int64_t small = c10::multiply_integers(problem.small_sizes(problem.batch)) * element;
     const int64_t columns =
         small / problem.small_channels * (problem.big_channels / problem.groups) * problem.kernel_volume();
     // Asking costs a microsecond or two: most calls are far too small for the answer to matter.
     if (big + small + columns <= enough) return big + small + columns;
     if (!served_by_onednn(problem, pass, dtype)) return columns;
     const bool as_it_is =
-        pass != ConvPass::kWeight || weight_gradient_way(problem) == WeightGradient::kChannelsLast;
+        pass != ConvPass::kWeight || weight_gradient_way(problem, dtype) == WeightGradient::kChannelsLast;
     if (channels_last(format) && as_it_is) return 0;
     return big + small;
   }
@@ -125,9 +120,10 @@ class CpuEngine : public ConvEngine {
     // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
     const bool sums = pass == ConvPass::kWeight || problem.gather.has_value();
     style.dtype = is_half(dtype) && (sums || !multiplies_half(dtype)) ? at::kFloat : dtype;
-    const auto way = pass == ConvPass::kWeight ? weight_gradient_way(problem) : WeightGradient::kStock;
+    const auto way =
+        pass == ConvPass::kWeight ? weight_gradient_way(problem, style.dtype) : WeightGradient::kStock;
     const bool products = way == WeightGradient::kProducts;
-    const bool direct = way == WeightGradient::kChannelsLast && style.dtype == at::kFloat;
+    const bool direct = way == WeightGradient::kChannelsLast;
     const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
                                                  : !products && served_by_onednn(problem, pass, style.dtype);
     const bool plain = pass == ConvPass::kSmall && reads_past_end(problem);
@@ -140,8 +136,8 @@ class CpuEngine : public ConvEngine {
     style.cost.small_bytes = problem.small_channels * element;
     // Each call turns the weight to its own layout; weight gradients have a sum a thread, and stock's a part
     // a call.
-    style.cost.fixed_bytes =
-        volume(problem.weight_sizes()) * element * (pass == ConvPass::kWeight && !products ? 3 : 1);
+    style.cost.fixed_bytes = c10::multiply_integers(problem.weight_sizes()) * element *
+                             (pass == ConvPass::kWeight && !products ? 3 : 1);
     if (!onednn && !products) {
       style.cost.small_bytes += problem.big_channels / problem.groups * problem.kernel_volume() * element;
     } else if (pass == ConvPass::kWeight && !products && !direct) {
@@ -179,7 +175,7 @@ class CpuEngine : public ConvEngine {
 
   void correlate(const Tensor& big, const Tensor& small, const ConvProblem& problem, at::IntArrayRef padding,
                  const Tensor& sum) const override {
-    if (weight_gradient_way(problem) == WeightGradient::kProducts)
+    if (weight_gradient_way(problem, big.scalar_type()) == WeightGradient::kProducts)
       return add_weight_gradient(big, small, problem, sum);
     ConvEngine::correlate(big, small, problem, padding, sum);
   }
@@ -195,8 +191,8 @@ class CpuEngine : public ConvEngine {
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     if (is_half(dtype) && !multiplies_half(dtype)) {
       // Float32 tiles are up to some hundred times faster, where there is work enough to pay for making them.
-      const int64_t products = volume(problem.small_sizes(problem.batch)) * problem.kernel_volume() *
-                               (problem.big_channels / problem.groups);
+      const int64_t products = c10::multiply_integers(problem.small_sizes(problem.batch)) *
+                               problem.kernel_volume() * (problem.big_channels / problem.groups);
       const int64_t matrix =
           problem.big_channels / problem.groups * (problem.small_channels / problem.groups);
       return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);

@@ -6,13 +6,14 @@ namespace patchconv {
 
 using at::Tensor;
 
-WeightGradient weight_gradient_way(const ConvProblem& problem) {
+WeightGradient weight_gradient_way(const ConvProblem& problem, at::ScalarType dtype) {
   constexpr int64_t kLeastChannels = 8;
   const bool several = problem.groups == 1 && problem.big_channels >= kLeastChannels &&
                        problem.small_channels >= kLeastChannels;
   if (!several) return WeightGradient::kStock;
   static const bool avx512 = at::get_cpu_capability() == "AVX512";
-  return avx512 ? WeightGradient::kChannelsLast : WeightGradient::kProducts;
+  return avx512 && dtype == at::kFloat && problem.dims.size() == 2 ? WeightGradient::kChannelsLast
+                                                                   : WeightGradient::kProducts;
 }
 
 void add_weight_gradient(const Tensor& big, const Tensor& small, const ConvProblem& problem,

@@ -10,14 +10,14 @@
 namespace patchconv {
 
 // How a tile's weight gradient is computed. oneDNN takes NCHW tensors, in which it is slow, through reordered
-// copies; channels_last ones fast and as they are with its kernels for AVX-512, and several times slower
-// without.
+// copies. Float32 images in channels_last its AVX-512 kernels take fast and as they are; without those it is
+// several times slower there.
 enum class WeightGradient {
   kStock,         // as stock does, tiles in NCHW: grouped, or few channels
   kChannelsLast,  // as stock does, tiles in channels_last
   kProducts,      // add_weight_gradient
 };
-WeightGradient weight_gradient_way(const ConvProblem& problem);
+WeightGradient weight_gradient_way(const ConvProblem& problem, at::ScalarType dtype);
 
 // big (N, C, ...) with its padding in it and small (N, K, ...), both dense in channels_last; sum (K, C, ...)
 // with the matrices of one kernel position dense.

@@ -6,21 +6,16 @@
 #include <ATen/Context.h>
 #include <ATen/ops/cudnn_convolution.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/accumulate.h>
 
 #include "ops/conv_rooms.h"
-#include "tiled/conv.h"
+#include "tiled/passes.h"
 
 namespace patchconv {
 
 using at::Tensor;
 
 namespace {
-
-int64_t volume(const std::vector<int64_t>& sizes) {
-  int64_t product = 1;
-  for (int64_t s : sizes) product *= s;
-  return product;
-}
 
 // cuDNN's kernels index with 32 bits and are given larger problems in pieces or by slower ways.
 constexpr int64_t kMaxElements = (int64_t{1} << 31) - 1;
@@ -30,8 +25,8 @@ class CudaEngine : public ConvEngine {
   int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                       at::MemoryFormat format, int64_t /*enough*/) const override {
     const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t big = volume(problem.big_sizes(problem.batch));
-    const int64_t small = volume(problem.small_sizes(problem.batch));
+    const int64_t big = c10::multiply_integers(problem.big_sizes(problem.batch));
+    const int64_t small = c10::multiply_integers(problem.small_sizes(problem.batch));
     if (big <= kMaxElements && small <= kMaxElements && problem.kernel_volume() == 1) return 0;
     // cuDNN turns NCHW tensors to its own layout and back; channels_last ones it takes as they are.
     const bool reordered =
@@ -61,16 +56,12 @@ class CudaEngine : public ConvEngine {
                        target.is_contiguous(at::MemoryFormat::ChannelsLast) &&
                        target.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
     if (!dense || tile.scalar_type() == at::kDouble || !at::globalContext().userEnabledCuDNN()) return false;
-    std::vector<int64_t> stride, dilation;
-    for (const ConvDim& d : problem.dims) {
-      stride.push_back(d.stride);
-      dilation.push_back(d.dilation);
-    }
     const auto& context = at::globalContext();
     Tensor out = target;
-    at::cudnn_convolution_out(
-        out, tile, weight, padding, stride, dilation, problem.groups, context.benchmarkCuDNN(),
-        context.deterministicCuDNN() || context.deterministicAlgorithms(), context.allowTF32CuDNN());
+    at::cudnn_convolution_out(out, tile, weight, padding, values(problem, &ConvDim::stride),
+                              values(problem, &ConvDim::dilation), problem.groups, context.benchmarkCuDNN(),
+                              context.deterministicCuDNN() || context.deterministicAlgorithms(),
+                              context.allowTF32CuDNN());
     if (bias.has_value()) out.add_(bias->view({1, -1, 1, 1}));
     return true;
   }

@@ -31,17 +31,6 @@ const c10::TypedOperatorHandle<Signature>& handle(const std::string& stem, const
   return handles[dims - 1];
 }
 
-ConvSpec conv_spec(int dims, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                   int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
-  return {dims, false, stride, padding, {}, dilation, groups, padding_mode, splits};
-}
-
-ConvSpec transposed_spec(int dims, at::IntArrayRef stride, at::IntArrayRef padding,
-                         at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef dilation,
-                         at::OptionalIntArrayRef splits) {
-  return {dims, true, stride, padding, output_padding, dilation, groups, "zeros", splits};
-}
-
 }  // namespace
 
 Tensor call_conv(const ConvSpec& s, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {

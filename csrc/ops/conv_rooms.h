@@ -19,30 +19,31 @@ namespace patchconv {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Specs from the arguments of a convolution and of a transposed one.
+inline ConvSpec conv_spec(int dims, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                          int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
+  return {dims, /*transposed=*/false, stride, padding, {}, dilation, groups, padding_mode, splits};
+}
+inline ConvSpec transposed_spec(int dims, at::IntArrayRef stride, at::IntArrayRef padding,
+                                at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef dilation,
+                                at::OptionalIntArrayRef splits) {
+  return {dims, /*transposed=*/true, stride, padding, output_padding, dilation, groups, "zeros", splits};
+}
+
 template <typename Room, int kDims>
 struct ConvSignatures {
-  static ConvSpec conv_spec(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                            int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
-    return {kDims, /*transposed=*/false, stride, padding, {}, dilation, groups, padding_mode, splits};
-  }
-  static ConvSpec transposed_spec(at::IntArrayRef stride, at::IntArrayRef padding,
-                                  at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef dilation,
-                                  at::OptionalIntArrayRef splits) {
-    return {kDims, /*transposed=*/true, stride, padding, output_padding, dilation, groups, "zeros", splits};
-  }
-
   static at::Tensor conv(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                          at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                          int64_t groups, std::string_view padding_mode, at::OptionalIntArrayRef splits) {
-    return Room::forward(conv_spec(stride, padding, dilation, groups, padding_mode, splits), input, weight,
-                         bias);
+    return Room::forward(conv_spec(kDims, stride, padding, dilation, groups, padding_mode, splits), input,
+                         weight, bias);
   }
   static at::Tensor conv_transpose(const at::Tensor& input, const at::Tensor& weight,
                                    const OptionalTensor& bias, at::IntArrayRef stride,
                                    at::IntArrayRef padding, at::IntArrayRef output_padding, int64_t groups,
                                    at::IntArrayRef dilation, at::OptionalIntArrayRef splits) {
-    return Room::forward(transposed_spec(stride, padding, output_padding, groups, dilation, splits), input,
-                         weight, bias);
+    return Room::forward(transposed_spec(kDims, stride, padding, output_padding, groups, dilation, splits),
+                         input, weight, bias);
   }
   static ConvGrads conv_backward(const at::Tensor& grad_output, const OptionalTensor& input,
                                  const OptionalTensor& weight, c10::SymIntArrayRef input_size,
@@ -50,8 +51,8 @@ struct ConvSignatures {
                                  at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups,
                                  std::string_view padding_mode, at::OptionalIntArrayRef splits,
                                  std::array<bool, 3> output_mask) {
-    return Room::backward(conv_spec(stride, padding, dilation, groups, padding_mode, splits), grad_output,
-                          input, weight, input_size, weight_size, output_mask);
+    return Room::backward(conv_spec(kDims, stride, padding, dilation, groups, padding_mode, splits),
+                          grad_output, input, weight, input_size, weight_size, output_mask);
   }
   static ConvGrads conv_transpose_backward(const at::Tensor& grad_output, const OptionalTensor& input,
                                            const OptionalTensor& weight, c10::SymIntArrayRef input_size,
@@ -59,7 +60,7 @@ struct ConvSignatures {
                                            at::IntArrayRef padding, at::IntArrayRef output_padding,
                                            int64_t groups, at::IntArrayRef dilation,
                                            at::OptionalIntArrayRef splits, std::array<bool, 3> output_mask) {
-    return Room::backward(transposed_spec(stride, padding, output_padding, groups, dilation, splits),
+    return Room::backward(transposed_spec(kDims, stride, padding, output_padding, groups, dilation, splits),
                           grad_output, input, weight, input_size, weight_size, output_mask);
   }
 };
