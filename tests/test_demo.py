@@ -358,7 +358,7 @@ class TestFigures:
         assert top < 130 < top + height and left < 420 < left + width
         assert top >= 0 and left >= 0 and top + height <= 400 and left + width <= 600
 
-    @pytest.mark.parametrize("width", [16, 1000, 6400, 10000, 11184, 40000, 100_000, 244_952])
+    @pytest.mark.parametrize("width", [16, 1000, 6400, 11184, 40000])
     @pytest.mark.parametrize("turned", [False, True])
     def test_a_window_fits_into_the_narrowest_picture(self, width: int, turned: bool) -> None:
         narrow = max(picture.SMALLEST_SIDE, 8 * math.ceil(width / picture.NARROWEST / 8))
