@@ -17,7 +17,7 @@
 
 #include <algorithm>
 
-#include "cpu/half_support.h"
+#include "cpu/processor.h"
 #include "cpu/tile_copy.h"
 #include "cpu/weight_gradient.h"
 #include "ops/conv_rooms.h"
@@ -32,9 +32,12 @@ namespace {
 // Tiles beyond the last-level cache gain nothing; much smaller ones pay for more calls.
 constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 
-// oneDNN computes wider zero padding than this by ways that are two to some hundred times slower
-// (bench/padding.py).
-constexpr int64_t kMaxPadding = 3;
+// oneDNN computes wider zero padding of columns by ways that are two to some hundred times slower: without
+// AVX-512 beyond a few columns, with it where an output sees padding alone (bench/padding.py).
+int64_t widest_fast_padding(const ConvProblem& problem) {
+  constexpr int64_t kFewColumns = 3;
+  return has_avx512() ? problem.dims.back().reach() - 1 : kFewColumns;
+}
 
 // From here on half precision that the processor cannot multiply is faster in tiles of float32
 // (bench/half.py).
@@ -147,7 +150,8 @@ class CpuEngine : public ConvEngine {
     }
     style.preferred_bytes = kPreferredBytes;
     style.copies = pass != ConvPass::kWeight;  // products of whole rows are longer
-    style.max_padding = products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : kMaxPadding;
+    style.max_padding =
+        products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : widest_fast_padding(problem);
     // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
     // all.
     const bool own_way = products || direct || (onednn && pass == ConvPass::kSmall);
@@ -198,7 +202,7 @@ class CpuEngine : public ConvEngine {
       return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);
     }
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&
-           problem.dims.back().pad_before > kMaxPadding;
+           problem.dims.back().pad_before > widest_fast_padding(problem);
   }
 
   Tensor load(const Tensor& source, const Region& region, PaddingMode mode,

@@ -1,6 +1,6 @@
 #include "cpu/weight_gradient.h"
 
-#include <ATen/Version.h>
+#include "cpu/processor.h"
 
 namespace patchconv {
 
@@ -11,9 +11,8 @@ WeightGradient weight_gradient_way(const ConvProblem& problem, at::ScalarType dt
   const bool several = problem.groups == 1 && problem.big_channels >= kLeastChannels &&
                        problem.small_channels >= kLeastChannels;
   if (!several) return WeightGradient::kStock;
-  static const bool avx512 = at::get_cpu_capability() == "AVX512";
-  return avx512 && dtype == at::kFloat && problem.dims.size() == 2 ? WeightGradient::kChannelsLast
-                                                                   : WeightGradient::kProducts;
+  return has_avx512() && dtype == at::kFloat && problem.dims.size() == 2 ? WeightGradient::kChannelsLast
+                                                                         : WeightGradient::kProducts;
 }
 
 void add_weight_gradient(const Tensor& big, const Tensor& small, const ConvProblem& problem,

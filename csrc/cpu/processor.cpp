@@ -1,5 +1,6 @@
-#include "cpu/half_support.h"
+#include "cpu/processor.h"
 
+#include <ATen/Version.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 namespace patchconv {
@@ -17,6 +18,11 @@ bool multiplies_half(c10::ScalarType dtype) {
   static const bool bfloat16 = ask("mkldnn::_is_mkldnn_bf16_supported");
   static const bool float16 = ask("mkldnn::_is_mkldnn_fp16_supported");
   return dtype == c10::kBFloat16 ? bfloat16 : float16;
+}
+
+bool has_avx512() {
+  static const bool has = at::get_cpu_capability() == "AVX512";
+  return has;
 }
 
 }  // namespace patchconv

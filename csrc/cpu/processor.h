@@ -1,0 +1,14 @@
+// What oneDNN, as stock PyTorch has it, can do on this processor.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+namespace patchconv {
+
+// Whether it multiplies a half-precision dtype.
+bool multiplies_half(c10::ScalarType dtype);
+
+// Whether oneDNN has its kernels for AVX-512 here.
+bool has_avx512();
+
+}  // namespace patchconv
