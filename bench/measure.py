@@ -180,13 +180,17 @@ def available_bytes() -> int:
     raise OSError("/proc/meminfo has no MemAvailable")
 
 
-def in_fresh_process(target: str, timeout: float = 600.0, **arguments: Any) -> dict[str, Any]:
+def in_fresh_process(target: str, timeout: float = 120.0, **arguments: Any) -> dict[str, Any]:
     """Calls "module:function" with JSON arguments in a new process and returns the JSON that it returns.
 
-    {"error": "out of memory"} if the process is killed for memory or is refused it; any other failure raises.
+    {"error": "out of memory"} if the process is killed for memory or is refused it, {"error": "not done in ... s"} if
+    it takes longer than `timeout` seconds; any other failure raises.
     """
     command = [sys.executable, "-m", "bench.measure", target, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done in {timeout:.0f} s"}
     refused = "can't allocate memory" in done.stderr or "MemoryError" in done.stderr
     if done.returncode == -signal.SIGKILL or (done.returncode != 0 and refused):
         return {"error": "out of memory"}

@@ -16,6 +16,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cpu/processor.h"
 #include "cpu/tile_copy.h"
@@ -200,6 +201,12 @@ class CpuEngine : public ConvEngine {
       const int64_t matrix =
           problem.big_channels / problem.groups * (problem.small_channels / problem.groups);
       return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);
+    }
+    if (pass == ConvPass::kWeight && dtype == at::kFloat) {
+      // Weight gradients leave oneDNN's fast kernels where a tensor's bytes no longer fit 31 bits.
+      const int64_t most = std::max(c10::multiply_integers(problem.big_sizes(problem.batch)),
+                                    c10::multiply_integers(problem.small_sizes(problem.batch)));
+      return most * static_cast<int64_t>(sizeof(float)) > std::numeric_limits<int32_t>::max();
     }
     return dtype == at::kFloat && pass == ConvPass::kSmall && problem.groups == 1 &&
            problem.dims.back().pad_before > widest_fast_padding(problem);
