@@ -80,7 +80,7 @@ def test_overhead(tmp_path: Path) -> None:
 def test_padding(tmp_path: Path) -> None:
     data = results("padding", tmp_path)
     paths = {(row["kernel"], row["padding"]): row["path"] for row in data["rows"]}
-    assert paths[3, 0] == paths[9, 0] == "stock" and paths[3, 5] == "tiled", "wide padding is what tiles bring with them"
+    assert paths[3, 0] == paths[9, 0] == "stock" and paths[3, 5] == "tiled", "tiles bring wide padding with them"
     assert data["missing"] == 0
 
 
