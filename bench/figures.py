@@ -51,8 +51,8 @@ def _bare(axes: Any) -> None:
 
 def conv_memory(data: dict[str, Any]) -> Any:
     """Bars of all memory in use at the peak; across them the floor: input, weight and result."""
-    rows = [row for row in data["rows"] if "workspace" in row]
-    if not rows:
+    rows = data["rows"]
+    if not any("workspace" in row for row in rows):
         return None
     passes = [p for p in PASS_TITLES if any(row["pass"] == p for row in rows)]
     groups = list(dict.fromkeys((row["name"], row["layout"]) for row in rows))
@@ -68,6 +68,9 @@ def conv_memory(data: dict[str, Any]) -> Any:
             ):
                 # Every pass holds one tensor of the input's size and one of the output's.
                 floor = (row["input_bytes"] + row["output_bytes"]) / GIB
+                if "error" in row:
+                    ax.text(0, place + offset, f" {row['error']}", va="center", fontsize=6.5)
+                    continue
                 total = floor + row["workspace"] / GIB
                 ax.barh(place + offset, total, 0.25, color=COLOURS[row["implementation"]])
                 extra = row["workspace"] / 2**20
