@@ -226,10 +226,10 @@ def results(c: Configuration, device: str) -> list[torch.Tensor]:
 
 
 def test_automatic_tiles_where_stock_is_slow():
-    """oneDNN's float32 convolution with wide padding: one call would fit, and tiles are chosen all the
-    same.
+    """oneDNN's float32 convolution with padding as wide as the kernel: one call would fit, and tiles are chosen all
+    the same.
     """
-    layer = pc.Conv2d(4, 4, 13, padding=6)
+    layer = pc.Conv2d(4, 4, 13, padding=13)
     x = torch.randn(1, 4, 40, 40)
     found = layer(x)
     assert pc.last_path()["path"] == "tiled"
