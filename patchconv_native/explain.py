@@ -30,7 +30,7 @@ class Explanation:
     batch_step: int
     """Images a tile."""
     halo_percent: float
-    """Coordinates that more than one tile reads, in percent of those read."""
+    """Coordinates read again, in percent of the grid that is read: above 100 where tiles are lower than halos."""
     workspace_bytes: int
     """Transient memory of the path taken, besides the result."""
     stock_workspace_bytes: int
@@ -42,7 +42,7 @@ class Explanation:
     def __str__(self) -> str:
         name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
         if self.path == "stock":
-            rows = [name, "  path       stock (one call)", f"  workspace  {_mib(self.workspace_bytes)}"]
+            rows = [name, "  path       stock (one call)", f"  workspace  {_bytes(self.workspace_bytes)}"]
             return "\n".join([*rows, f"  why        {self.reason}"])
         return "\n".join(
             [
@@ -50,7 +50,7 @@ class Explanation:
                 f"  path       tiled: {' x '.join(map(str, self.tiles))} tiles an image, "
                 f"{self.batch_step} image{'s' if self.batch_step > 1 else ''} at a time",
                 f"  halo       {self.halo_percent:.2f} % read more than once",
-                f"  workspace  {_mib(self.workspace_bytes)} (one stock call: {_mib(self.stock_workspace_bytes)})",
+                f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})",
                 f"  why        {self.reason}",
             ]
         )
@@ -60,18 +60,24 @@ def _shape(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
 
 
-def _mib(value: int) -> str:
-    return f"{value / 2**20:.1f} MiB"
+def _bytes(value: int) -> str:
+    return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
 
 
 def _autocast(dtype: torch.dtype, device: str) -> torch.dtype:
     """What autocast makes of a tensor of this dtype, if it is on."""
-    if torch.is_autocast_enabled(device) and dtype.is_floating_point and dtype != torch.float64:
+    served = torch.amp.is_autocast_available(device) and dtype.is_floating_point and dtype != torch.float64
+    if served and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype
 
 
-_OF_THE_MODULE: Any = object()
+class _OfTheModule:
+    def __repr__(self) -> str:
+        return "the module's own"
+
+
+_OF_THE_MODULE: Any = _OfTheModule()
 
 
 def explain(
@@ -86,10 +92,10 @@ def explain(
     """The plan for `conv` on `input`, a tensor or a shape ((N, C, H, W) or (C, H, W) for Conv2d).
 
     conv: any torch.nn.ConvNd or ConvTransposeNd, converted or not. splits: None, an int or a tuple in place of the
-    module's own. dtype and device: of a shape, by default the weight's; a tensor has its own (TypeError if they are
-    given with one), or autocast's dtype where that is on. pass_: "fprop" (forward), "dgrad" (gradient of the input) or
-    "wgrad" (of the weight; the output's gradient is taken to have the output's layout). Raises what the convolution
-    itself would raise; nothing is computed.
+    module's own. dtype and device: of a shape, by default the weight's (in autocast's dtype where that is on); a
+    tensor has its own (TypeError if they are given with one). A shape stands for a contiguous tensor. pass_: "fprop"
+    (forward), "dgrad" (gradient of the input) or "wgrad" (of the weight; the output's gradient is taken to have the
+    output's layout). Raises what the convolution itself would raise; nothing is computed.
     """
     stock = _stock_base(type(conv))
     if stock is None:
@@ -108,8 +114,10 @@ def explain(
         size, stride, device = tuple(input.shape), input.stride(), input.device
         types = [_autocast(t.dtype, device.type) for t in (input, weight)]
     else:
+        if not isinstance(input, Sequence) or not all(isinstance(n, int) for n in input):
+            raise TypeError(f"explain: expected input to be a tensor or a shape, a sequence of ints, got {input!r}")
         size, device = tuple(input), torch.device(device or weight.device)
-        types = [dtype or weight.dtype] * 2
+        types = [dtype or _autocast(weight.dtype, device.type)] * 2
     transposed = module.transposed
     padding = module.padding
     if isinstance(padding, str):

@@ -62,7 +62,7 @@ def facts() -> dict[str, str]:
         "Python": f"{platform.python_version()} (built for {info['python']})",
         "torch": f"{torch.__version__} (built with {built['torch']})",
         "CUDA": f"{torch.version.cuda or 'none, a CPU build'} (built with {built['cuda'] or 'none'})",
-        "architectures": built["archs"] or "none: a CPU-only build",
+        "architectures": info["archs"] or "none: a CPU-only build",
         "GPU": "; ".join(_gpus()),
         "compiler": built["compiler"],
         "CPU": torch.backends.cpu.get_cpu_capability(),

@@ -101,6 +101,7 @@ def test_under_autocast():
     x, conv = torch.randn(1, 16, 64, 64), nn.Conv2d(16, 16, 3, padding=1)
     with pc.workspace_limit("200KiB"), torch.autocast("cpu", dtype=torch.bfloat16):
         told = pc.explain(x, conv)
+        assert pc.explain(x.shape, conv) == told
         pc.convert(conv)(x)
         assert told.tiles == tuple(pc.last_path()["tiles"])
 
@@ -119,6 +120,9 @@ def test_under_autocast():
         (lambda c: pc.explain((1, 4, 8, 8), c, dtype=torch.int32), TypeError, "explain: expected dtype float64"),
         (lambda c: pc.explain((1, 4, 8, 8), c, device="meta"), ValueError, "explain: expected device to be one"),
         (lambda c: pc.explain(torch.ones(1, 4, 8, 8), c, dtype=torch.float32), TypeError, "explain: expected dtype"),
+        (lambda c: pc.explain(5, c), TypeError, "explain: expected input to be a tensor or a shape"),
+        (lambda c: pc.explain((1, 4, 8.0, 8), c), TypeError, "explain: expected input to be a tensor or a shape"),
+        (lambda c: pc.explain(torch.ones(1, 4, 8, 8, device="meta"), c), ValueError, "explain: expected device"),
         (lambda c: pc.explain((1, 4, 8, 8), nn.ReLU()), TypeError, "explain: expected conv to be a convolution"),
     ],
 )  # fmt: skip
