@@ -119,10 +119,16 @@ def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
     with pc.workspace_limit(c.limit) if c.limit is not None else contextlib.nullcontext():
         ours = forward_backward(ours_and_path, leaves, lambda y: build_grad(c, y))
     theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
-    exact = forward_backward(lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double())
+    # From float64 leaves: their gradients would otherwise be rounded to the leaves' dtype.
+    exact = forward_backward(
+        lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double(), prepare=torch.Tensor.double
+    )
     # Sums of the terms' absolute values: the same computation on absolute values.
     sizes = forward_backward(
-        lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double().abs(), prepare=torch.abs
+        lambda *t: oracle(c, *t),
+        leaves,
+        lambda y: build_grad(c, theirs[0]).double().abs(),
+        prepare=lambda t: t.double().abs(),
     )
 
     for before, tensor in zip(kept, vars(leaves).values(), strict=True):
