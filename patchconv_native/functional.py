@@ -71,13 +71,6 @@ def whole(value: Any) -> Any:
     return value if isinstance(value, torch.SymInt) else operator.index(value)
 
 
-def _plain(value: Any) -> bool:
-    """Whether an argument needs no _converted()."""
-    if type(value) in (list, tuple):
-        return all(type(entry) is int for entry in value)
-    return value is None or type(value) in (int, str)
-
-
 def _expected(name: str, argument: str) -> str:
     dims = int(name[-2])
     ints = f"an int or a sequence of {dims} int{'s' if dims > 1 else ''}"
@@ -112,14 +105,6 @@ def _converted(name: str, argument: str, value: Any) -> Any:
     raise TypeError(f"{name}: expected {argument} to be {_expected(name, argument)}, got {got}")
 
 
-def _all_converted(name: str, **arguments: Any) -> list[Any] | None:
-    """For a call that was refused: its arguments as the operators take them; None if that is what they were."""
-    # Padding last: "same" with a wrong dilation has made wrong numbers of it.
-    order = sorted(arguments, key=lambda argument: argument == "padding")
-    values = {argument: _converted(name, argument, arguments[argument]) for argument in order}
-    return None if all(map(_plain, arguments.values())) else [values[argument] for argument in arguments]
-
-
 def _check_tensor(name: str, argument: str, value: Any) -> None:
     # torch.ops takes None for an undefined tensor. What has __torch_function__ (torch.fx.Proxy) stands for a tensor.
     if not isinstance(value, Tensor) and not hasattr(type(value), "__torch_function__"):
@@ -127,11 +112,19 @@ def _check_tensor(name: str, argument: str, value: Any) -> None:
         raise TypeError(f"{name}: expected {argument} to be {expected}, got {type(value).__name__}")
 
 
-def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
-    _check_tensor(name, "input", input)
-    _check_tensor(name, "weight", weight)
-    if bias is not None:
-        _check_tensor(name, "bias", bias)
+def _by_schema(name: str, input: Any, weight: Any, bias: Any, **arguments: Any) -> Tensor:
+    """The call through torch.ops, for what the short way does not serve or has refused: mended, or a named error."""
+    if not torch.compiler.is_compiling():
+        _check_tensor(name, "input", input)
+        _check_tensor(name, "weight", weight)
+        if bias is not None:
+            _check_tensor(name, "bias", bias)
+        # Padding last: "same" with a wrong dilation has made wrong numbers of it.
+        order = sorted(arguments, key=lambda argument: argument == "padding")
+        arguments = {argument: _converted(name, argument, arguments[argument]) for argument in order}
+    # Lists, since a compiler may have made a number symbolic.
+    lists = {argument: value if argument == "groups" else _list(value) for argument, value in arguments.items()}
+    return getattr(_ops, name)(input, weight, bias, **lists)
 
 
 def conv(
@@ -160,34 +153,11 @@ def conv(
                 [splits] if type(splits) is int else splits,
             )  # fmt: skip
         except TypeError:
-            values = _all_converted(
-                f"conv{dims}d", stride=stride, padding=padding, dilation=dilation, groups=groups,
-                padding_mode=padding_mode, splits=splits,
-            )  # fmt: skip
-            if values is None:
-                raise
-        return _C.conv(dims, input, weight, bias, *values)
-    op = (_ops.conv1d, _ops.conv2d, _ops.conv3d)[dims - 1]
-    if torch.compiler.is_compiling():
-        # Lists, since a compiler may have made a number symbolic.
-        return op(
-            input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
-            padding_mode=padding_mode, splits=_list(splits),
-        )  # fmt: skip
-    _check_tensors(f"conv{dims}d", input, weight, bias)
-    try:
-        return op(
-            input, weight, bias, _list(stride), _list(padding), _list(dilation), groups,
-            padding_mode=padding_mode, splits=_list(splits),
-        )  # fmt: skip
-    except (RuntimeError, TypeError):
-        values = _all_converted(
-            f"conv{dims}d", stride=stride, padding=padding, dilation=dilation, groups=groups,
-            padding_mode=padding_mode, splits=splits,
-        )  # fmt: skip
-        if values is None:
-            raise
-    return op(input, weight, bias, *values[:4], padding_mode=values[4], splits=values[5])
+            pass  # mended or said more clearly by the longer way
+    return _by_schema(
+        f"conv{dims}d", input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
+        padding_mode=padding_mode, splits=splits,
+    )  # fmt: skip
 
 
 def conv_transpose(
@@ -215,33 +185,11 @@ def conv_transpose(
                 [splits] if type(splits) is int else splits,
             )  # fmt: skip
         except TypeError:
-            values = _all_converted(
-                f"conv_transpose{dims}d", stride=stride, padding=padding, output_padding=output_padding,
-                groups=groups, dilation=dilation, splits=splits,
-            )  # fmt: skip
-            if values is None:
-                raise
-        return _C.conv_transpose(dims, input, weight, bias, *values)
-    op = (_ops.conv_transpose1d, _ops.conv_transpose2d, _ops.conv_transpose3d)[dims - 1]
-    if torch.compiler.is_compiling():
-        return op(
-            input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
-            splits=_list(splits),
-        )  # fmt: skip
-    _check_tensors(f"conv_transpose{dims}d", input, weight, bias)
-    try:
-        return op(
-            input, weight, bias, _list(stride), _list(padding), _list(output_padding), groups, _list(dilation),
-            splits=_list(splits),
-        )  # fmt: skip
-    except (RuntimeError, TypeError):
-        values = _all_converted(
-            f"conv_transpose{dims}d", stride=stride, padding=padding, output_padding=output_padding,
-            groups=groups, dilation=dilation, splits=splits,
-        )  # fmt: skip
-        if values is None:
-            raise
-    return op(input, weight, bias, *values[:5], splits=values[5])
+            pass
+    return _by_schema(
+        f"conv_transpose{dims}d", input, weight, bias, stride=stride, padding=padding, output_padding=output_padding,
+        groups=groups, dilation=dilation, splits=splits,
+    )  # fmt: skip
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Two faults of oneDNN's kernels for AVX-512 that stock PyTorch 2.11 to 2.14 shares, and that the library avoids.
+"""Two faults of oneDNN's kernels for AVX-512 that stock PyTorch shares (seen in 2.14.1), and that the library avoids.
 
 1. In bfloat16 and channels_last, F.conv2d crashes (a null pointer) where no kernel of a row or column meets the image:
    torch.nn.functional.conv2d(zeros(2, 6, 15, 1), zeros(5, 6, 2, 1), None, (2, 2), (1, 1), (2, 2)).

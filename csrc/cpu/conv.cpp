@@ -75,7 +75,7 @@ bool computed_by_onednn(at::ScalarType dtype) {
          (dtype == at::kFloat || (dtype != at::kDouble && multiplies_half(dtype)));
 }
 
-// Two faults of oneDNN's AVX-512 kernels in torch 2.11 to 2.14, which stock PyTorch shares
+// Two faults of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch shares
 // (tests/test_onednn.py): half precision follows a null pointer where all that some output coordinate sees is
 // padding,
 bool crashes_in_half(const ConvProblem& problem) {
