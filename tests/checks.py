@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,17 @@ def crashes_stock(c: Configuration) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def at_most_two_threads() -> Iterator[None]:
+    """For stock's side: with more, some of its weight gradients damage the heap (tests/test_onednn.py)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def oracle(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return (reference.conv_transpose if c.transposed else reference.conv)(x, w, b, **c.arguments())
 
@@ -118,7 +129,8 @@ def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
 
     with pc.workspace_limit(c.limit) if c.limit is not None else contextlib.nullcontext():
         ours = forward_backward(ours_and_path, leaves, lambda y: build_grad(c, y))
-    theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
+    with at_most_two_threads():
+        theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
     # From float64 leaves: their gradients would otherwise be rounded to the leaves' dtype.
     exact = forward_backward(
         lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double(), prepare=torch.Tensor.double

@@ -189,6 +189,7 @@ class CpuEngine : public ConvEngine {
 
   bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                    at::MemoryFormat format) const override {
+    if (pass == ConvPass::kWeight) return channels_last(format) && writes_past_end(problem);
     if (pass != ConvPass::kSmall || !computed_by_onednn(dtype)) return false;
     return (is_half(dtype) && crashes_in_half(problem)) || (channels_last(format) && reads_past_end(problem));
   }

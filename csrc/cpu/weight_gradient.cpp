@@ -1,18 +1,28 @@
 #include "cpu/weight_gradient.h"
 
+#include <algorithm>
+
 #include "cpu/processor.h"
 
 namespace patchconv {
 
 using at::Tensor;
 
+bool writes_past_end(const ConvProblem& problem) {
+  constexpr int64_t kBlock = 16;  // channels
+  return problem.kernel_volume() == 1 &&
+         (problem.big_channels % kBlock != 0 || problem.small_channels % kBlock != 0) &&
+         std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
+}
+
 WeightGradient weight_gradient_way(const ConvProblem& problem, at::ScalarType dtype) {
   constexpr int64_t kLeastChannels = 8;
   const bool several = problem.groups == 1 && problem.big_channels >= kLeastChannels &&
                        problem.small_channels >= kLeastChannels;
   if (!several) return WeightGradient::kStock;
-  return has_avx512() && dtype == at::kFloat && problem.dims.size() == 2 ? WeightGradient::kChannelsLast
-                                                                         : WeightGradient::kProducts;
+  return has_avx512() && dtype == at::kFloat && problem.dims.size() == 2 && !writes_past_end(problem)
+             ? WeightGradient::kChannelsLast
+             : WeightGradient::kProducts;
 }
 
 void add_weight_gradient(const Tensor& big, const Tensor& small, const ConvProblem& problem,

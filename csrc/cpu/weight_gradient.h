@@ -17,6 +17,11 @@ enum class WeightGradient {
   kChannelsLast,  // as stock does, tiles in channels_last
   kProducts,      // add_weight_gradient
 };
+// A fault of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch shares
+// (tests/test_onednn.py): in channels_last, with three threads and more, weight gradients of 1x1 kernels
+// under a stride are written past their end where channels do not fill blocks.
+bool writes_past_end(const ConvProblem& problem);
+
 WeightGradient weight_gradient_way(const ConvProblem& problem, at::ScalarType dtype);
 
 // big (N, C, ...) with its padding in it and small (N, K, ...), both dense in channels_last; sum (K, C, ...)
