@@ -118,6 +118,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_workspace_limit", &patchconv::set_workspace_limit, py::arg("bytes"));
   m.def("backend", &patchconv::backend_name);
   m.def("set_backend", &patchconv::set_backend, py::arg("name"));
+  m.def("recompute", &patchconv::recompute,
+        "Whether nodes make an input again from its producer instead of saving it.");
+  m.def("set_recompute", &patchconv::set_recompute, py::arg("on"));
   m.def("last_path", [] { return path_dict(patchconv::last_path()); });
   m.def("start_path_log", &patchconv::start_path_log);
   m.def("stop_path_log", [] {

@@ -32,4 +32,107 @@ TORCH_LIBRARY(patchconv, m) {
   PATCHCONV_CONV(1)
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
+
+  // Activations, as torch's own. The _mask operators are described in core/mask.h and ops/activation.h.
+  m.def("relu(Tensor input) -> Tensor");
+  m.def("relu_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("leaky_relu(Tensor input, Scalar negative_slope=0.01) -> Tensor");
+  m.def("leaky_relu_(Tensor(a!) input, Scalar negative_slope=0.01) -> Tensor(a!)");
+  m.def("hardtanh(Tensor input, Scalar min_val=-1, Scalar max_val=1) -> Tensor");
+  m.def("hardtanh_(Tensor(a!) input, Scalar min_val=-1, Scalar max_val=1) -> Tensor(a!)");
+  m.def("threshold(Tensor input, Scalar threshold, Scalar value) -> Tensor");
+  m.def("threshold_(Tensor(a!) input, Scalar threshold, Scalar value) -> Tensor(a!)");
+  m.def("hardsigmoid(Tensor input) -> Tensor");
+  m.def("hardsigmoid_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("prelu(Tensor input, Tensor weight) -> Tensor");
+  m.def("silu(Tensor input) -> Tensor");
+  m.def("silu_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("gelu(Tensor input, *, str approximate='none') -> Tensor");
+  m.def("hardswish(Tensor input) -> Tensor");
+  m.def("hardswish_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("elu(Tensor input, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor");
+  m.def("elu_(Tensor(a!) input, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor(a!)");
+  m.def("softplus(Tensor input, Scalar beta=1, Scalar threshold=20) -> Tensor");
+  m.def("mish(Tensor input) -> Tensor");
+  m.def("mish_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("sigmoid(Tensor input) -> Tensor");
+  m.def("sigmoid_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("tanh(Tensor input) -> Tensor");
+  m.def("tanh_(Tensor(a!) input) -> Tensor(a!)");
+  m.def("_mask_forward(Tensor input, int kind, float a, float b) -> (Tensor, Tensor)");
+  m.def("_mask_forward_(Tensor(a!) input, int kind, float a, float b) -> Tensor");
+  m.def("_mask_pack(Tensor input, int kind, float a, float b) -> Tensor");
+  m.def("_mask_backward(Tensor grad, Tensor bits, float inside, float outside) -> Tensor");
+
+  // Norms. `training`: with the batch's own statistics, which move the running ones if they are given.
+  m.def(
+      "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "bool training, float momentum, float eps) -> Tensor");
+  m.def(
+      "instance_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, bool use_input_stats, float momentum, float eps) -> Tensor");
+  m.def(
+      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor");
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
+      "eps=1e-05) -> Tensor");
+  m.def("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor");
+  m.def("_batch_statistics(Tensor input) -> (Tensor, Tensor)");
+  m.def(
+      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, bool relu) -> Tensor");
+
+  // Dropout. The mask is made of the seed, a tensor of one int64, and never stored; core/philox.h.
+  m.def("dropout(Tensor input, float p=0.5) -> Tensor");
+  m.def("dropout_(Tensor(a!) input, float p=0.5) -> Tensor(a!)");
+  m.def("alpha_dropout(Tensor input, float p=0.5) -> Tensor");
+  m.def("feature_dropout(Tensor input, float p=0.5) -> Tensor");
+  m.def("feature_alpha_dropout(Tensor input, float p=0.5) -> Tensor");
+  m.def("_dropout(Tensor input, Tensor seed, float p, float scale, float shift, float fill) -> Tensor");
+
+  // Max pools keep the place of the maximum in its window; an empty `kernel_size` means adaptive. core/pool.h.
+  m.def(
+      "max_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
+      "ceil_mode=False) -> Tensor");
+  m.def(
+      "max_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool "
+      "ceil_mode=False) -> Tensor");
+  m.def(
+      "max_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool "
+      "ceil_mode=False) -> Tensor");
+  m.def("adaptive_max_pool1d(Tensor input, int[1] output_size) -> Tensor");
+  m.def("adaptive_max_pool2d(Tensor input, int[2] output_size) -> Tensor");
+  m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> Tensor");
+  m.def(
+      "_max_pool(Tensor input, int[] kernel_size, int[] stride, int[] padding, int[] dilation, int[] "
+      "output_size) -> (Tensor, Tensor)");
+  m.def(
+      "_max_pool_take(Tensor input, Tensor offsets, int[] kernel_size, int[] stride, int[] padding, int[] "
+      "dilation) -> Tensor");
+  m.def(
+      "_max_pool_backward(Tensor grad, Tensor offsets, SymInt[] input_size, int[] kernel_size, int[] stride, "
+      "int[] padding, int[] dilation) -> Tensor");
+  m.def(
+      "_max_pool_indices(Tensor offsets, SymInt[] input_size, int[] kernel_size, int[] stride, int[] padding, "
+      "int[] dilation) -> Tensor");
+
+  // Average pools, whose backward needs sizes alone.
+  m.def(
+      "avg_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool "
+      "count_include_pad=True) -> Tensor");
+  m.def(
+      "avg_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool "
+      "count_include_pad=True, int? divisor_override=None) -> Tensor");
+  m.def(
+      "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool "
+      "count_include_pad=True, int? divisor_override=None) -> Tensor");
+  m.def("adaptive_avg_pool1d(Tensor input, int[1] output_size) -> Tensor");
+  m.def("adaptive_avg_pool2d(Tensor input, int[2] output_size) -> Tensor");
+  m.def("adaptive_avg_pool3d(Tensor input, int[3] output_size) -> Tensor");
+
+  // Cheap operators that can be made again from their operands.
+  m.def("cat(Tensor[] tensors, int dim=0) -> Tensor");
+  m.def("add(Tensor input, Tensor other, *, Scalar alpha=1) -> Tensor");
+  m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");
+  m.def("mul(Tensor input, Tensor other) -> Tensor");
+  m.def("cast(Tensor input, ScalarType dtype) -> Tensor");
 }

@@ -5,6 +5,7 @@
     model = pc.convert(model)                   # in place, reversible: same parameters, hooks, state_dict
     y = pc.Conv2d(3, 64, 7, padding=3)(x)       # a torch.nn.Conv2d subclass
     y = torch.ops.patchconv.conv2d(x, w, b)     # also inside TorchScript and C++
+    with pc.lean(): y = f(x)                    # functional code (F.relu, torch.cat, ...) without conversion
 
 Importing this package loads its operators (torch.ops.patchconv.*) and needs torch alone.
 """
@@ -13,10 +14,11 @@ from . import _library
 
 _library.load()
 
-from . import flops, functional  # noqa: E402
+from . import flops, functional, layers, lean_functional  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
 from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
 from .explain import Explanation, explain  # noqa: E402
+from .lean import lean  # noqa: E402
 from .modules import (  # noqa: E402
     Conv1d,
     Conv2d,
@@ -25,11 +27,13 @@ from .modules import (  # noqa: E402
     ConvTranspose2d,
     ConvTranspose3d,
 )
-from .settings import backend, last_path, record_paths, workspace_limit  # noqa: E402
+from .settings import backend, last_path, recompute, record_paths, workspace_limit  # noqa: E402
 
 flops.register()
 
 __version__ = build_info()["version"]
+
+globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
 __all__ = [
     "BuildMismatchError",
@@ -50,7 +54,10 @@ __all__ = [
     "explain",
     "functional",
     "last_path",
+    "lean",
+    "lean_functional",
+    "recompute",
     "record_paths",
     "revert",
     "workspace_limit",
-]
+] + [layer.__name__ for layer in layers.LAYERS.values()]

@@ -1,4 +1,4 @@
-"""Turns the convolutions of a model into this package's, in place, and back.
+"""Turns the layers of a model into this package's, in place, and back.
 
 Only a module's class changes: parameters, buffers, hooks, optimizers, tied modules and state_dict keys stay what they
 were. A subclass that computes its forward itself is left alone, and reported: its arithmetic is its own.
@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from .layers import LAYERS, NOTHING_TO_GAIN, Lean
+from .lean import lean
 from .modules import CONVERTED, Split, Splits, checked_splits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,15 +33,44 @@ class ConvertReport:
     """Module name to class name."""
     left: dict[str, str] = field(default_factory=dict)
     """Module name to the reason it was left alone."""
+    nothing_to_gain: dict[str, str] = field(default_factory=dict)
+    """Module name to why its stock layer is kept: it saves no more than it must."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.converted)} convolutions converted, {len(self.left)} left alone"]
+        lines = [
+            f"{len(self.converted)} layers converted, {len(self.left)} left alone, "
+            f"{len(self.nothing_to_gain)} with nothing to gain"
+        ]
         lines += [f"  {name or '(the model)'}: {kind}" for name, kind in self.converted.items()]
         lines += [f"  {name or '(the model)'}: left alone: {reason}" for name, reason in self.left.items()]
+        lines += [f"  {name or '(the model)'}: as it is: {reason}" for name, reason in self.nothing_to_gain.items()]
         return "\n".join(lines)
 
 
+# Stock class -> the class of this package.
+_OUR_CLASS: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
+
+
+class _LeanCode(nn.Module):
+    """A module whose own forward runs inside `lean()` (convert(functional=True))."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with lean():
+            return super().forward(*args, **kwargs)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, (Split, Lean, _LeanCode))
+
+
 def _stock_base(cls: type) -> type[nn.Module] | None:
+    """The stock layer that `cls` is or is derived from, if this package has a class for it."""
+    return next((base for base in cls.__mro__ if base in _OUR_CLASS), None)
+
+
+def _conv_base(cls: type) -> type[nn.Module] | None:
     return next((stock for stock in CONVERTED if issubclass(cls, stock)), None)
 
 
@@ -62,7 +93,7 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
         return f"{cls.__name__} computes its forward itself"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return f"this {cls.__name__} was given a forward of its own"
-    if name := _own_attribute(module):
+    if stock in CONVERTED and (name := _own_attribute(module)):
         return f"{cls.__name__} has an attribute named {name} of its own"
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
@@ -80,12 +111,14 @@ def convert_report(model: nn.Module) -> ConvertReport:
     """What of `model` is converted and what is not, as it stands. Changes nothing."""
     report = ConvertReport()
     for name, module in _named("convert_report", model):
-        if isinstance(module, Split):
+        if _is_ours(module):
             report.converted[name] = type(module).__name__
         elif isinstance(module, torch.jit.ScriptModule):
             original = getattr(module, "original_name", "")
             if any(original == stock.__name__ for stock in CONVERTED):
                 report.left[name] = "a TorchScript module cannot change its class: convert before scripting"
+        elif type(module) in NOTHING_TO_GAIN:
+            report.nothing_to_gain[name] = NOTHING_TO_GAIN[type(module)]
         elif (stock := _stock_base(type(module))) is not None:
             report.left[name] = _reason_to_leave(module, stock) or "not converted yet"
     return report
@@ -105,19 +138,21 @@ def _restored(cls: type, splits: list[int] | None, create: Callable[..., Any], a
     module = create(*arguments)
     if type(module) is cls:
         module.__class__ = _converted_subclass(cls)
-        vars(module)["_splits"] = splits
+        if isinstance(module, Split):
+            vars(module)["_splits"] = splits
     return module
 
 
 def _converted_subclass(cls: type) -> type:
-    """A converted form of a subclass of a stock convolution: its methods, with our call of the operator.
+    """A converted form of a subclass of a stock layer: its methods, with our call of the operator. Of another module
+    (convert(functional=True)): its methods, inside `lean()`.
 
     It has no name that pickle could find. Its copies and pickles are those of `cls`, by `__getstate__`, `__reduce__`
     and whatever else it may have, but for the constructor.
     """
     if cls not in _subclasses:
         stock = _stock_base(cls)
-        assert stock is not None
+        ours = _OUR_CLASS[stock] if stock is not None else _LeanCode
 
         def reduce(self: nn.Module, protocol: Any) -> Any:
             reduced: Any = super(made, self).__reduce_ex__(protocol)
@@ -127,7 +162,7 @@ def _converted_subclass(cls: type) -> type:
             create, arguments, *rest = reduced
             create = cls if create is made else create
             arguments = tuple(cls if argument is made else argument for argument in arguments)
-            return _restored, (cls, self._splits, create, arguments), *rest
+            return _restored, (cls, getattr(self, "_splits", None), create, arguments), *rest
 
         def setstate(self: nn.Module, state: Any) -> None:
             # A state that `cls` chose itself need not hold the splits.
@@ -137,8 +172,9 @@ def _converted_subclass(cls: type) -> type:
 
         made: Any = type(
             cls.__name__,
-            (CONVERTED[stock], cls),
+            (ours, cls),
             {
+                "_stock": cls,
                 "__module__": cls.__module__,
                 "__doc__": cls.__doc__,
                 "__reduce_ex__": reduce,
@@ -152,16 +188,16 @@ def _converted_subclass(cls: type) -> type:
 def _converted_class(module: nn.Module, stock: type[nn.Module]) -> type:
     cls = type(module)
     if cls is stock:
-        return CONVERTED[stock]
+        return _OUR_CLASS[stock]
     if parametrize.is_parametrized(module):
         base = cls.__bases__[0]
-        return _rebased(cls, CONVERTED[stock] if base is stock else _converted_subclass(base))
+        return _rebased(cls, _OUR_CLASS[stock] if base is stock else _converted_subclass(base))
     return _converted_subclass(cls)
 
 
 def _reverted_class(module: nn.Module) -> type:
     cls = type(module)
-    for stock, ours in CONVERTED.items():
+    for stock, ours in _OUR_CLASS.items():
         if cls is ours:
             return stock
     for original, made in _subclasses.items():
@@ -169,7 +205,7 @@ def _reverted_class(module: nn.Module) -> type:
             return original
     if parametrize.is_parametrized(module):
         base = cls.__bases__[0]
-        for stock, ours in CONVERTED.items():
+        for stock, ours in _OUR_CLASS.items():
             if base is ours:
                 return _rebased(cls, stock)
         for original, made in _subclasses.items():
@@ -178,13 +214,28 @@ def _reverted_class(module: nn.Module) -> type:
     raise TypeError(f"revert: {cls.__name__} is a subclass of a patchconv_native class and has no stock form")
 
 
-def convert(model: Model, splits: Splits = None) -> Model:
-    """Makes every convolution of `model` one of this package's, in place, and returns the model.
+def _has_code(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own, outside torch.nn."""
+    cls = type(module)
+    return not (
+        cls.__module__.startswith("torch.nn.")
+        or isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin))
+        or "forward" in vars(module)
+        or parametrize.is_parametrized(module)
+        or cls.forward is nn.Module.forward
+    )
 
-    splits: pieces each output is cut into: None (automatic), an int (the first spatial dimension) or a tuple with one
-    entry a spatial dimension. Converting again only sets it anew. Convolutions that must be left alone (subclasses
-    with their own forward, lazy or scripted modules) are named in a warning and in `convert_report(model)`. On an
-    error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
+
+def convert(model: Model, splits: Splits = None, *, functional: bool = False) -> Model:
+    """Makes every layer of `model` that this package has one of its own, in place, and returns the model.
+
+    Convolutions need less memory while they compute, and activations, norms, pools and dropout save less for backward;
+    values, parameters, hooks, optimizers and state_dict stay. splits: pieces each convolution's output is cut into:
+    None (automatic), an int (the first spatial dimension) or a tuple with one entry a spatial dimension. Converting
+    again only sets it anew. functional: modules that have a forward of their own run it inside `lean()`, so that
+    functional code (F.relu, torch.cat, x + y) saves less too. Layers that must be left alone (subclasses with their
+    own forward, lazy or scripted modules) are told by `convert_report(model)`, convolutions among them by a warning.
+    On an error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
     """
     changes: list[tuple[nn.Module, type, list[int] | None]] = []
     for name, module in _named("convert", model):
@@ -192,16 +243,24 @@ def convert(model: Model, splits: Splits = None) -> Model:
         if isinstance(module, Split):
             changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
             continue
-        stock = _stock_base(type(module))
-        if stock is None or isinstance(module, torch.jit.ScriptModule) or _reason_to_leave(module, stock):
+        if _is_ours(module) or isinstance(module, torch.jit.ScriptModule):
             continue
-        dims: int = CONVERTED[stock]._dims
-        entries = checked_splits(owner, dims, splits)
+        stock = _stock_base(type(module))
+        if stock is None or _reason_to_leave(module, stock):
+            if functional and _has_code(module):
+                changes.append((module, _converted_subclass(type(module)), None))
+            continue
+        entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
         changes.append((module, _converted_class(module, stock), entries))
     for module, cls, entries in changes:
         module.__class__ = cls
-        module._splits = entries  # type: ignore[assignment]
-    left = convert_report(model).left
+        if isinstance(module, Split):
+            module._splits = entries  # type: ignore[assignment]
+    left = {
+        name: reason
+        for name, reason in convert_report(model).left.items()
+        if _conv_base(type(model.get_submodule(name))) or isinstance(model.get_submodule(name), torch.jit.ScriptModule)
+    }
     if left:
         reasons = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())
         warnings.warn(f"patchconv_native.convert left {len(left)} convolutions alone: {reasons}", stacklevel=2)
@@ -209,13 +268,13 @@ def convert(model: Model, splits: Splits = None) -> Model:
 
 
 def revert(model: Model) -> Model:
-    """Gives every converted convolution of `model` its stock class back, in place, and returns the model.
+    """Gives every converted layer of `model` its stock class back, in place, and returns the model.
 
     Raises TypeError for a module whose class is derived from one of this package's; then nothing has been changed.
     """
-    changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if isinstance(module, Split)]
+    changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if _is_ours(module)]
     for module, cls in changes:
-        del module._splits
+        vars(module).pop("_splits", None)
         module.__class__ = cls
     return model
 

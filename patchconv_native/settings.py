@@ -58,6 +58,21 @@ def workspace_limit(limit: int | str | None = None) -> Any:
     return _Restore(value, earlier, _C.set_workspace_limit)
 
 
+def recompute(on: bool | None = None) -> Any:
+    """Whether layers make an input again in backward instead of saving it, where its producer can (at first, yes).
+
+    Without an argument returns it. With True or False sets it for the process; `with recompute(False):` sets it for the
+    block. What counts is the setting during the forward pass.
+    """
+    if on is None:
+        return _C.recompute()
+    if not isinstance(on, bool):
+        raise TypeError(f"recompute: expected True or False, got {on!r}")
+    earlier = _C.recompute()
+    _C.set_recompute(on)
+    return _Restore(on, earlier, _C.set_recompute)
+
+
 def backend(name: str | None = None) -> Any:
     """Which code cuts and computes tiles. Without an argument returns it, with one sets it; also for a block by `with`.
 

@@ -1,7 +1,8 @@
 // Gradients of the convolutions.
 //
 // The forward node saves the input only if the weight needs a gradient and the weight only if the input does;
-// sizes stand in for what is not saved. The backward operators are differentiable themselves: a convolution
+// sizes stand in for what is not saved. An input that its producer can make again is not saved either
+// (lean_node.h). The backward operators are differentiable themselves: a convolution
 // is linear in input and in weight, so every second derivative is again one of these operators, and so on to
 // any order.
 //
@@ -11,21 +12,17 @@
 
 #include <string>
 
+#include "autograd/lean_node.h"
 #include "ops/conv_rooms.h"
 
 namespace patchconv {
 
 using at::Tensor;
 using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 namespace {
 
 bool needs_grad(const OptionalTensor& tensor) { return tensor.has_value() && tensor->requires_grad(); }
-
-bool has_tangent(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() && tensor->_fw_grad(/*level=*/0).defined();
-}
 
 OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
@@ -76,6 +73,35 @@ struct OwnedSpec {
   ConvSpec spec;
 };
 
+// A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer alive:
+// compiled autograd runs a copy.
+void save_link(AutogradContext* ctx, const Link& link) {
+  std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer), link.view, link.offset};
+  numbers.insert(numbers.end(), link.sizes.begin(), link.sizes.end());
+  numbers.insert(numbers.end(), link.strides.begin(), link.strides.end());
+  ctx->saved_data["link"] = std::move(numbers);
+}
+
+Tensor linked_value(AutogradContext* ctx) {
+  const auto numbers = ctx->saved_data["link"].toIntVector();
+  Link link;
+  link.producer = reinterpret_cast<LeanNode*>(numbers[0]);
+  link.view = numbers[1] != 0;
+  link.offset = numbers[2];
+  const auto dims = static_cast<int64_t>(numbers.size() - 3) / 2;
+  link.sizes.assign(numbers.begin() + 3, numbers.begin() + 3 + dims);
+  link.strides.assign(numbers.begin() + 3 + dims, numbers.end());
+  const auto running = torch::autograd::get_current_node();
+  const torch::autograd::Node* node = running.get();
+  while (node != nullptr && node != link.producer) {
+    node = node->next_edges().empty() ? nullptr : node->next_edge(0).function.get();
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(node != nullptr,
+                              "patchconv: compiled autograd is not served where an input is made again from its "
+                              "producer; call patchconv_native.recompute(False) before the forward pass");
+  return link.value();
+}
+
 // Sizes of a tensor that may not have been saved: those of the saved one, else those noted in its place.
 void save_sizes(AutogradContext* ctx, const char* key, bool tensor_saved, c10::SymIntArrayRef sizes) {
   if (!tensor_saved) ctx->saved_data[key] = sizes;
@@ -109,12 +135,15 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const ConvSpec& spec) {
     ctx->set_materialize_grads(false);
-    const bool save_input = weight.requires_grad();
+    const auto link = weight.requires_grad() ? Link::find(input) : std::nullopt;
+    if (link) save_link(ctx, *link);
+    const bool save_input = weight.requires_grad() && !link;
     const bool save_weight = input.requires_grad();
     ctx->save_for_backward({save_input ? input : Tensor(), save_weight ? weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
-    OwnedSpec::save(ctx, spec, /*flags: a bias was given*/ bias.has_value() && bias->defined());
+    const bool has_bias = bias.has_value() && bias->defined();
+    OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
   }
@@ -124,9 +153,10 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     if (!grads[0].defined()) return result;
     const OwnedSpec owned(ctx);
     const auto saved = ctx->get_saved_variables();
-    const auto mask = wanted(ctx, {true, true, owned.flags != 0});
+    const auto mask = wanted(ctx, {true, true, (owned.flags & 1) != 0});
+    const Tensor input = mask[1] && (owned.flags & 2) != 0 ? linked_value(ctx) : saved[0];
     std::tie(result[0], result[1], result[2]) = call_conv_backward(
-        owned.spec, grads[0], optional(saved[0]), optional(saved[1]),
+        owned.spec, grads[0], optional(input), optional(saved[1]),
         saved_sizes(ctx, "input_size", saved[0]), saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }

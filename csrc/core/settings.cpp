@@ -11,6 +11,8 @@ namespace {
 std::atomic<int64_t> g_workspace_limit{kDefaultWorkspaceLimit};
 std::atomic<Backend> g_backend{Backend::kAuto};
 
+std::atomic<bool> g_recompute{true};
+
 std::mutex g_path_mutex;
 PathRecord g_last_path;
 std::vector<std::vector<PathRecord>> g_path_logs;  // one a start that has not been stopped
@@ -43,6 +45,10 @@ void set_backend(const std::string& name) {
     throw std::invalid_argument("backend: expected 'auto', 'aten' or 'native', got '" + name + "'");
   }
 }
+
+bool recompute() { return g_recompute.load(std::memory_order_relaxed); }
+
+void set_recompute(bool on) { g_recompute.store(on, std::memory_order_relaxed); }
 
 void record_path(const PathRecord& record) {
   const std::lock_guard<std::mutex> lock(g_path_mutex);

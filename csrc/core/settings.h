@@ -21,6 +21,10 @@ Backend backend();
 std::string backend_name();
 void set_backend(const std::string& name);  // std::invalid_argument for an unknown or not yet served name
 
+// Whether nodes keep the way to an input's producer instead of the input, where it can be made again.
+bool recompute();
+void set_recompute(bool on);
+
 // What one pass of one operator did. Tests assert with it that the path they mean to test was taken.
 struct PathRecord {
   const char* op = "";    // "conv2d"

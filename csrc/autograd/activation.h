@@ -1,0 +1,32 @@
+// What the nodes of all activations share.
+#pragma once
+
+#include "autograd/lean_node.h"
+#include "ops/activation.h"
+
+namespace patchconv {
+
+// Stock PyTorch serves what no node of ours does: no gradients, other dtypes and layouts, forward-mode AD.
+inline bool ours(const at::Tensor& x) { return needs_node(x) && served(x) && !has_tangent(x); }
+
+// What every activation needs: one input, and how it is applied.
+class ActivationNode : public LeanNode {
+ public:
+  using LeanNode::LeanNode;
+  Source input;
+
+ protected:
+  virtual at::Tensor apply_to(const at::Tensor& x) = 0;
+  virtual void apply_to_(at::Tensor& x) { x.copy_(apply_to(x)); }
+
+  at::Tensor rebuild() override {
+    bool fresh = false;
+    at::Tensor x = input.get(*this, &fresh);
+    if (!fresh) return apply_to(x);
+    apply_to_(x);
+    return x;
+  }
+  std::vector<Source*> sources() override { return {&input}; }
+};
+
+}  // namespace patchconv

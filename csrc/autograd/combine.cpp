@@ -1,0 +1,265 @@
+// Cheap operators that keep nothing, or what stock keeps, and whose output can be made again from their operands:
+// concatenation, sums, products, and the casts of autocast.
+//
+// An operand is not kept alive for that: it comes from its own producer, or is saved when a consumer asks for the
+// output and somebody still holds the operand. A densely connected network keeps each feature once that way,
+// not once for every layer behind it.
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/mul.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "autograd/activation.h"
+#include "ops/combine.h"
+#include "ops/handle.h"
+
+namespace patchconv {
+
+using at::Scalar;
+using at::Tensor;
+
+namespace {
+
+class CatBackward final : public LeanNode {
+ public:
+  CatBackward() : LeanNode("patchconv::CatBackward") {}
+  std::vector<Source> parts;
+  std::vector<c10::SymInt> lengths;
+  int64_t dim = 0;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    variable_list grads;
+    c10::SymInt start = 0;
+    for (size_t i = 0; i < lengths.size(); ++i) {
+      if (task_should_compute_output(i)) {
+        grads.push_back(grad.narrow_symint(dim, start, lengths[i]));
+      } else {
+        grads.emplace_back();
+      }
+      start += lengths[i];
+    }
+    return grads;
+  }
+  Tensor rebuild() override {
+    std::vector<Tensor> values;
+    for (Source& part : parts) values.push_back(part.get(*this));
+    return at::cat(values, dim);
+  }
+  std::vector<Source*> sources() override {
+    std::vector<Source*> all;
+    for (Source& part : parts) all.push_back(&part);
+    return all;
+  }
+  bool may_promote() const override { return true; }
+};
+
+Tensor cat(at::TensorList tensors, int64_t dim) {
+  const auto plain = [&](const Tensor& tensor) {
+    return served(tensor) && !has_tangent(tensor) && tensor.scalar_type() == tensors[0].scalar_type() &&
+           tensor.dim() == tensors[0].dim() && tensor.dim() > 0;
+  };
+  if (tensors.empty() || !std::all_of(tensors.begin(), tensors.end(), plain) ||
+      !needs_node(tensors)) {
+    return at::cat(tensors, dim);
+  }
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = at::cat(tensors, dim);
+  }
+  const auto node = make_node<CatBackward>(tensors);
+  node->dim = at::maybe_wrap_dim(dim, tensors[0].dim());
+  node->parts.resize(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    node->parts[i].note(tensors[i]);
+    node->lengths.push_back(tensors[i].sym_size(node->dim));
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+// Sums and products of two tensors of one dtype, broadcast to each other.
+bool ours(const Tensor& a, const Tensor& b) {
+  return needs_node(a, b) && served(a) && served(b) && a.scalar_type() == b.scalar_type() &&
+         a.device() == b.device() && !has_tangent(a) && !has_tangent(b);
+}
+
+class AddBackward final : public LeanNode {
+ public:
+  AddBackward() : LeanNode("patchconv::AddBackward") {}
+  Source a, b;
+  std::vector<c10::SymInt> a_sizes, b_sizes;
+  Scalar alpha = 1;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    variable_list grads(2);
+    if (task_should_compute_output(0)) grads[0] = at::sum_to(grad, a_sizes);
+    if (task_should_compute_output(1)) {
+      const Tensor scaled = alpha.equal(1) ? grad : grad.mul(alpha);
+      grads[1] = at::sum_to(scaled, b_sizes);
+    }
+    return grads;
+  }
+  Tensor rebuild() override {
+    bool fresh = false;
+    Tensor x = a.get(*this, &fresh);
+    const Tensor y = b.get(*this);
+    return fresh && a_sizes == sizes ? x.add_(y, alpha) : x.add(y, alpha);
+  }
+  std::vector<Source*> sources() override { return {&a, &b}; }
+  bool may_promote() const override { return true; }
+
+ public:
+  std::vector<c10::SymInt> sizes;
+};
+
+auto add_node(const Tensor& a, const Tensor& b, const Scalar& alpha) {
+  auto node = make_node<AddBackward>(a, b);
+  node->a.note(a);
+  node->b.note(b);
+  node->a_sizes = a.sym_sizes().vec();
+  node->b_sizes = b.sym_sizes().vec();
+  node->alpha = alpha;
+  return node;
+}
+
+Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
+  if (!ours(a, b)) return at::add(a, b, alpha);
+  const auto node = add_node(a, b, alpha);
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = at::add(a, b, alpha);
+  }
+  node->sizes = y.sym_sizes().vec();
+  LeanNode::attach(y, node);
+  return y;
+}
+
+Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
+  if (!ours(a, b) || a.is_view()) return a.add_(b, alpha);
+  torch::autograd::check_inplace(a, /*requires_grad=*/true);
+  const auto node = add_node(a, b, alpha);
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    a.add_(b, alpha);
+  }
+  node->sizes = a.sym_sizes().vec();
+  LeanNode::attach(a, node, /*in_place=*/true);
+  return a;
+}
+
+class MulBackward final : public LeanNode {
+ public:
+  MulBackward() : LeanNode("patchconv::MulBackward") {}
+  Source a, b;
+  std::vector<c10::SymInt> a_sizes, b_sizes;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    variable_list grads(2);
+    if (task_should_compute_output(0)) grads[0] = at::sum_to(grad.mul(b.get(*this)), a_sizes);
+    if (task_should_compute_output(1)) grads[1] = at::sum_to(grad.mul(a.get(*this)), b_sizes);
+    return grads;
+  }
+  Tensor rebuild() override { return a.get(*this).mul(b.get(*this)); }
+  std::vector<Source*> sources() override { return {&a, &b}; }
+  bool may_promote() const override { return true; }
+};
+
+Tensor mul(const Tensor& a, const Tensor& b) {
+  if (!ours(a, b)) return at::mul(a, b);
+  const auto node = make_node<MulBackward>(a, b);
+  auto take = [](Source& source, const Tensor& tensor, bool needed) {
+    if (needed) {
+      source.keep(tensor);
+    } else {
+      source.note(tensor);
+    }
+  };
+  take(node->a, a, b.requires_grad());
+  take(node->b, b, a.requires_grad());
+  node->a_sizes = a.sym_sizes().vec();
+  node->b_sizes = b.sym_sizes().vec();
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = at::mul(a, b);
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+class CastBackward final : public LeanNode {
+ public:
+  CastBackward() : LeanNode("patchconv::CastBackward") {}
+  Source input;
+  at::ScalarType from = at::kFloat, to = at::kFloat;
+
+ protected:
+  variable_list backward(const Tensor& grad) override { return {grad.to(from)}; }
+  Tensor rebuild() override { return input.get(*this).to(to); }
+  std::vector<Source*> sources() override { return {&input}; }
+  bool may_promote() const override { return true; }
+};
+
+Tensor cast_autograd(const Tensor& x, at::ScalarType dtype) {
+  const bool real = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+  if (x.scalar_type() == dtype || !needs_node(x) || !served(x) || !real || has_tangent(x)) return x.to(dtype);
+  const auto node = make_node<CastBackward>(x);
+  node->input.note(x);
+  node->from = x.scalar_type();
+  node->to = dtype;
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = x.to(dtype);
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+Tensor stock_mul(const Tensor& a, const Tensor& b) { return at::mul(a, b); }
+Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return at::add(a, b, alpha); }
+Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
+Tensor stock_cat(at::TensorList tensors, int64_t dim) { return at::cat(tensors, dim); }
+// A copy in any case: an operator's result must not be its input.
+Tensor stock_cast(const Tensor& x, at::ScalarType dtype) { return x.to(dtype, /*non_blocking=*/false, /*copy=*/true); }
+
+TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
+  m.impl("cat", &cat);
+  m.impl("add", &add);
+  m.impl("add_", &add_);
+  m.impl("mul", &mul);
+  m.impl("cast", &cast_autograd);
+}
+
+void stock(torch::Library& m) {
+  m.impl("cat", &stock_cat);
+  m.impl("add", &stock_add);
+  m.impl("add_", &stock_add_);
+  m.impl("mul", &stock_mul);
+  m.impl("cast", &stock_cast);
+}
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
+
+}  // namespace
+
+Tensor cast(const Tensor& x, at::ScalarType dtype) {
+  static const auto op = handle<Tensor(const Tensor&, at::ScalarType)>("cast");
+  return op.call(x, dtype);
+}
+
+}  // namespace patchconv

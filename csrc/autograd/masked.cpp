@@ -1,0 +1,223 @@
+// Gradients of the piecewise linear activations: ReLU, LeakyReLU, Hardtanh and ReLU6, Threshold, Hardsigmoid,
+// PReLU.
+//
+// They keep one bit an element; or, where somebody needs the output anyway and it says as much, their output in
+// place of the bits. The slope of a PReLU is a parameter: its gradient needs the input.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_prelu_kernel.h>
+#include <ATen/ops/_prelu_kernel_backward.h>
+#include <ATen/ops/hardtanh_backward.h>
+#include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/prelu.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+
+#include "autograd/activation.h"
+
+namespace patchconv {
+
+using at::Scalar;
+using at::Tensor;
+
+namespace {
+
+struct MaskSelect : torch::autograd::Function<MaskSelect> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& grad, const Tensor& bits, double inside,
+                        double outside) {
+    ctx->save_for_backward({bits});
+    ctx->saved_data["factors"] = std::vector<double>{inside, outside};
+    ctx->saved_data["strides"] = grad.sym_strides();
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return mask_backward(grad, bits, inside, outside);
+  }
+  static variable_list backward(torch::autograd::AutogradContext* ctx, const variable_list& grads) {
+    const auto factors = ctx->saved_data["factors"].toDoubleVector();
+    const Tensor grad = in_layout(grads[0], ctx->saved_data["strides"].toSymIntVector());
+    return {mask_backward(grad, ctx->get_saved_variables()[0], factors[0], factors[1]), {}, {}, {}};
+  }
+};
+
+Tensor mask_backward_autograd(const Tensor& grad, const Tensor& bits, double inside, double outside) {
+  if (needs_node(grad)) return MaskSelect::apply(grad, bits, inside, outside);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return mask_backward(grad, bits, inside, outside);
+}
+
+class MaskedBackward final : public ActivationNode {
+ public:
+  MaskedBackward() : ActivationNode("patchconv::MaskedBackward") {}
+
+  std::string name() const override {
+    static constexpr std::array names = {"Relu", "LeakyRelu", "Hardtanh", "Threshold", "Hardsigmoid"};
+    return std::string("patchconv::") + names[static_cast<size_t>(mask)] + "Backward";
+  }
+
+  Mask mask = Mask::kRelu;
+  double a = 0, b = 0;
+  Source bits;
+  std::vector<c10::SymInt> strides;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    if (has_output() && output_tells()) return {from_output(grad, value())};
+    const double inside = mask == Mask::kHardsigmoid ? 1.0 / 6 : 1;
+    const double outside = mask == Mask::kLeakyRelu ? a : 0;
+    return {mask_backward(in_layout(grad, strides), bits.get(*this), inside, outside)};
+  }
+
+  Tensor from_output(const Tensor& grad, const Tensor& y) const {
+    switch (mask) {
+      case Mask::kRelu:
+        return at::threshold_backward(grad, y, 0);
+      case Mask::kLeakyRelu:
+        return at::leaky_relu_backward(grad, y, a, /*self_is_result=*/true);
+      case Mask::kHardtanh:
+        return at::hardtanh_backward(grad, y, a, b);
+      case Mask::kThreshold:
+        return at::threshold_backward(grad, y, a);
+      case Mask::kHardsigmoid:
+        break;
+    }
+    TORCH_INTERNAL_ASSERT(false);
+  }
+
+  // Whether the output tells on which side the input was.
+  bool output_tells() const {
+    return mask == Mask::kRelu || (mask == Mask::kLeakyRelu && a >= 0) || (mask == Mask::kHardtanh && a < b) ||
+           (mask == Mask::kThreshold && b <= a);
+  }
+  void output_was_saved() override {
+    if (output_tells()) bits.release();
+  }
+  std::vector<Source*> others() override { return {&bits}; }
+
+  Tensor apply_to(const Tensor& x) override { return stock_masked(x, mask, a, b); }
+  void apply_to_(Tensor& x) override { stock_masked_(x, mask, a, b); }
+};
+
+Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
+  if (!ours(x)) return stock_masked(x, mask, a, b);
+  const auto node = make_node<MaskedBackward>(x);
+  node->mask = mask;
+  node->a = a.toDouble();
+  node->b = b.toDouble();
+  node->input.note(x);
+  Tensor y, bits;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    if (x.is_non_overlapping_and_dense()) {
+      std::tie(y, bits) = mask_forward(x, mask, node->a, node->b);
+    } else {
+      y = stock_masked(x, mask, a, b);
+      bits = mask_pack(in_layout(x, y.sym_strides()), mask, node->a, node->b);
+    }
+  }
+  node->bits.keep(bits);
+  node->strides = y.sym_strides().vec();
+  LeanNode::attach(y, node);
+  return y;
+}
+
+Tensor& masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
+  if (!ours(x) || x.is_view() || !x.is_non_overlapping_and_dense()) return stock_masked_(x, mask, a, b);
+  torch::autograd::check_inplace(x, /*requires_grad=*/true);
+  const auto node = make_node<MaskedBackward>(x);
+  node->mask = mask;
+  node->a = a.toDouble();
+  node->b = b.toDouble();
+  node->input.note(x);
+  node->strides = x.sym_strides().vec();
+  Tensor bits;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    bits = mask_forward_(x, mask, node->a, node->b);
+  }
+  node->bits.keep(bits);
+  LeanNode::attach(x, node, /*in_place=*/true);
+  return x;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// PReLU: the slope is a parameter, so its gradient needs the input; a frozen one needs the mask alone
+
+class PReluBackward final : public LeanNode {
+ public:
+  PReluBackward() : LeanNode("patchconv::PReluBackward") {}
+  Source input, bits, weight;
+  std::vector<c10::SymInt> strides;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    const Tensor w = weight.get(*this);
+    if (input.available() && !bits.available()) {
+      auto [grad_input, grad_weight] = at::_prelu_kernel_backward(grad, input.get(*this), w);
+      return {grad_input, grad_weight};
+    }
+    const Tensor g = in_layout(grad, strides);
+    const Tensor mask = bits.get(*this);
+    return {mask_backward(g, mask, 1, 0).add(mask_backward(g.mul(w), mask, 0, 1)), Tensor()};
+  }
+  Tensor rebuild() override { return at::_prelu_kernel(input.get(*this), weight.get(*this)); }
+  std::vector<Source*> sources() override { return {&input, &weight}; }
+  std::vector<Source*> others() override { return {&bits}; }
+};
+
+// `weight` broadcasts against x, as stock's prelu makes it.
+Tensor prelu(const Tensor& x, const Tensor& parameter) {
+  const bool plain = served(x) && served(parameter) && x.scalar_type() == parameter.scalar_type();
+  const int64_t channels = x.dim() >= 2 ? x.size(1) : 1;
+  const bool fits = parameter.dim() <= 1 && (parameter.numel() == 1 || parameter.numel() == channels);
+  if (!needs_node(x, parameter) || !plain || !fits || has_tangent(x) || has_tangent(parameter)) {
+    return at::prelu(x, parameter);
+  }
+  std::vector<int64_t> shape(std::max<int64_t>(x.dim(), 1), 1);
+  if (x.dim() >= 2) shape[1] = parameter.numel();
+  const Tensor weight = x.dim() == 0 ? parameter.squeeze() : parameter.reshape(shape);
+  const auto node = make_node<PReluBackward>(x, weight);
+  node->weight.keep(weight);
+  Tensor y, mask;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = at::_prelu_kernel(x, weight);
+    if (!weight.requires_grad()) mask = mask_pack(in_layout(x, y.sym_strides()), Mask::kLeakyRelu, 0, 0);
+  }
+  node->strides = y.sym_strides().vec();
+  if (weight.requires_grad()) {
+    node->input.keep(x);
+  } else {
+    node->input.note(x);
+    node->bits.keep(mask);
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
+  m.impl("_mask_backward", &mask_backward_autograd);
+  m.impl("relu", [](const Tensor& x) { return masked(x, Mask::kRelu, 0, 0); });
+  m.impl("relu_", [](Tensor& x) -> Tensor& { return masked_(x, Mask::kRelu, 0, 0); });
+  m.impl("leaky_relu", [](const Tensor& x, const Scalar& a) { return masked(x, Mask::kLeakyRelu, a, 0); });
+  m.impl("leaky_relu_", [](Tensor& x, const Scalar& a) -> Tensor& { return masked_(x, Mask::kLeakyRelu, a, 0); });
+  m.impl("hardtanh",
+         [](const Tensor& x, const Scalar& a, const Scalar& b) { return masked(x, Mask::kHardtanh, a, b); });
+  m.impl("hardtanh_", [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& {
+    return masked_(x, Mask::kHardtanh, a, b);
+  });
+  m.impl("threshold",
+         [](const Tensor& x, const Scalar& a, const Scalar& b) { return masked(x, Mask::kThreshold, a, b); });
+  m.impl("threshold_", [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& {
+    return masked_(x, Mask::kThreshold, a, b);
+  });
+  m.impl("hardsigmoid", [](const Tensor& x) { return masked(x, Mask::kHardsigmoid, 0, 0); });
+  m.impl("hardsigmoid_", [](Tensor& x) -> Tensor& { return masked_(x, Mask::kHardsigmoid, 0, 0); });
+  m.impl("prelu", &prelu);
+}
+
+}  // namespace
+
+}  // namespace patchconv

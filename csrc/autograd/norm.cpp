@@ -1,0 +1,343 @@
+// Gradients of batch, group, layer and RMS norm. Each keeps its input, and per channel, group or row a mean and a
+// deviation; batch norm in eval mode its input only where the weight needs a gradient. All of them can be made
+// again from that by their elementwise part.
+//
+// First derivatives are stock's own backward operators. Where stock has no differentiable backward operator, second
+// ones go through its forward operator, recorded anew.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/batch_norm.h>
+#include <ATen/ops/group_norm.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/native_group_norm.h>
+#include <ATen/ops/native_group_norm_backward.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
+#include <ATen/ops/rms_norm.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include "autograd/activation.h"
+#include "ops/norm.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+namespace {
+
+bool ours(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  return needs_node(input, weight, bias) && served(input) && !has_tangent(input) && !has_tangent(weight) &&
+         !has_tangent(bias);
+}
+
+// What the norms have in common: an input, an affine map, and which of the three has an edge.
+class NormNode : public LeanNode {
+ public:
+  using LeanNode::LeanNode;
+
+  void keep_affine(const OptionalTensor& w, const OptionalTensor& b) {
+    has_weight_ = w.has_value() && w->defined();
+    has_bias_ = b.has_value() && b->defined();
+    if (has_weight_) weight.keep(*w);
+    if (has_bias_) bias.keep(*b);
+  }
+  Source input, weight, bias, mean, deviation;
+  double eps = 0;
+
+ protected:
+  Tensor get_weight() { return has_weight_ ? weight.get(*this) : Tensor(); }
+  Tensor get_bias() { return has_bias_ ? bias.get(*this) : Tensor(); }
+
+  // Of input, weight and bias: which gradients this pass wants. Edges are made for those that are given.
+  std::array<bool, 3> wanted() const {
+    return {task_should_compute_output(0), has_weight_ && task_should_compute_output(1),
+            has_bias_ && task_should_compute_output(has_weight_ ? 2 : 1)};
+  }
+  variable_list on_edges(const Tensor& grad_input, const Tensor& grad_weight, const Tensor& grad_bias) const {
+    variable_list grads{grad_input};
+    if (has_weight_) grads.push_back(grad_weight);
+    if (has_bias_) grads.push_back(grad_bias);
+    return grads;
+  }
+
+  // Differentiable gradients: those of stock's forward operator, called once more.
+  template <typename Forward>
+  variable_list recorded(const Tensor& grad, Forward forward) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const std::array<Tensor, 3> given{input.get(*this), get_weight(), get_bias()};
+    const at::AutoGradMode with_grad(true);
+    // New tensors with the history of the old ones: gradients stop here, and can be differentiated further.
+    auto stand_in = [&](const Tensor& tensor) {
+      if (!tensor.defined()) return tensor;
+      return create_graph && tensor.requires_grad() ? tensor.view_as(tensor) : tensor.detach().requires_grad_();
+    };
+    const std::array<Tensor, 3> all{stand_in(given[0]), stand_in(given[1]), stand_in(given[2])};
+    const auto want = wanted();
+    variable_list inputs, result(3);
+    for (size_t i = 0; i < 3; ++i) {
+      if (want[i]) inputs.push_back(all[i]);
+    }
+    const variable_list grads = torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {grad}, /*retain_graph=*/create_graph,
+                                                      create_graph, /*allow_unused=*/true);
+    size_t next = 0;
+    for (size_t i = 0; i < 3; ++i) {
+      if (want[i]) result[i] = grads[next++];
+    }
+    return on_edges(result[0], result[1], result[2]);
+  }
+
+  std::vector<Source*> sources() override {
+    std::vector<Source*> all{&input};
+    if (has_weight_) all.push_back(&weight);
+    if (has_bias_) all.push_back(&bias);
+    for (Source* source : {&mean, &deviation}) {
+      if (source->available()) all.push_back(source);
+    }
+    return all;
+  }
+
+ private:
+  bool has_weight_ = false, has_bias_ = false;
+};
+
+// Edges for the tensors that are given: input first.
+template <typename T>
+auto norm_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+  std::vector<Tensor> given{input};
+  if (weight.has_value() && weight->defined()) given.push_back(*weight);
+  if (bias.has_value() && bias->defined()) given.push_back(*bias);
+  auto node = make_node<T>(given);
+  node->keep_affine(weight, bias);
+  return node;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+class BatchNormBackward final : public NormNode {
+ public:
+  BatchNormBackward() : NormNode("patchconv::BatchNormBackward") {}
+  bool training = false;
+  bool keeps_input = false;
+  std::vector<c10::SymInt> sizes;
+
+ protected:
+  // deviation: the variance.
+  variable_list backward(const Tensor& grad) override {
+    const auto want = wanted();
+    const Tensor average = mean.get(*this), variance = deviation.get(*this), w = get_weight();
+    if (keeps_input) {
+      const Tensor x = input.get(*this);
+      const Tensor invstd = inverse_deviation(variance, eps);
+      const auto [grad_input, grad_weight, grad_bias] =
+          training ? at::native_batch_norm_backward(grad, x, w, {}, {}, average, invstd, true, eps, want)
+                   : at::native_batch_norm_backward(grad, x, w, average, variance, {}, {}, false, eps, want);
+      return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);
+    }
+    Tensor grad_input, grad_bias;
+    if (want[0]) {
+      Tensor scale = inverse_deviation(variance, eps);
+      if (w.defined()) scale = scale.mul(w);
+      std::vector<int64_t> shape(sizes.size(), 1);
+      shape[1] = -1;
+      grad_input = grad.mul(scale.view(shape)).to(grad.scalar_type());
+    }
+    if (want[2]) {
+      std::vector<int64_t> over{0};
+      for (size_t d = 2; d < sizes.size(); ++d) over.push_back(static_cast<int64_t>(d));
+      const Tensor b = get_bias();
+      grad_bias = grad.sum(over, /*keepdim=*/false, b.scalar_type());
+    }
+    return on_edges(grad_input, Tensor(), grad_bias);
+  }
+
+  Tensor rebuild() override {
+    if (at::GradMode::is_enabled()) {
+      const OptionalTensor none;
+      return batch_norm(input.get(*this), get_weight(), get_bias(), training ? none : mean.get(*this),
+                        training ? none : deviation.get(*this), training, /*momentum=*/0, eps);
+    }
+    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this),
+                     inverse_deviation(deviation.get(*this), eps));
+  }
+};
+
+Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
+                           double momentum, double eps) {
+  if (!served(input) || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
+    return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
+                          /*cudnn_enabled=*/true);
+  }
+  Tensor y, mean, var;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(y, mean, var) =
+        batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps);
+  }
+  if (!needs_node(input, weight, bias)) return y;
+  const auto node = norm_node<BatchNormBackward>(input, weight, bias);
+  node->training = training;
+  node->eps = eps;
+  node->sizes = input.sym_sizes().vec();
+  node->mean.keep(mean);
+  node->deviation.keep(var);
+  node->keeps_input = training || (weight.has_value() && weight->defined() && weight->requires_grad());
+  if (node->keeps_input) {
+    node->input.keep(input);
+  } else {
+    node->input.note(input);
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+class GroupNormBackward final : public NormNode {
+ public:
+  GroupNormBackward() : NormNode("patchconv::GroupNormBackward") {}
+  int64_t groups = 1;
+
+  // As stock's group_norm calls it: (output, mean, rstd).
+  static std::tuple<Tensor, Tensor, Tensor> native(const Tensor& x, int64_t groups, const OptionalTensor& weight,
+                                                   const OptionalTensor& bias, double eps) {
+    const auto sizes = x.sym_sizes();
+    return at::native_group_norm_symint(x, weight, bias, sizes[0], sizes[1],
+                                        c10::multiply_integers(sizes.slice(2)), groups, eps);
+  }
+  static Tensor dense(const Tensor& x) {
+    return x.contiguous(x.is_cpu() ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
+  }
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    if (at::GradMode::is_enabled()) {
+      return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor& b) {
+        return at::group_norm(x, groups, w, b, eps);
+      });
+    }
+    const Tensor x = dense(input.get(*this));
+    const auto sizes = x.sym_sizes();
+    const auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward_symint(
+        grad.contiguous(x.suggest_memory_format()), x, mean.get(*this), deviation.get(*this), get_weight(), sizes[0],
+        sizes[1], c10::multiply_integers(sizes.slice(2)), groups, wanted());
+    return on_edges(grad_input, grad_weight, grad_bias);
+  }
+
+  Tensor rebuild() override {
+    const Tensor x = input.get(*this);
+    if (at::GradMode::is_enabled()) return at::group_norm(x, groups, get_weight(), get_bias(), eps);
+    return std::get<0>(native(dense(x), groups, get_weight(), get_bias(), eps));
+  }
+};
+
+Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps) {
+  const bool fits = input.dim() >= 2 && groups > 0 && input.size(1) % groups == 0 &&
+                    (!weight.has_value() || !weight->defined() || weight->numel() == input.size(1)) &&
+                    (!bias.has_value() || !bias->defined() || bias->numel() == input.size(1));
+  if (!ours(input, weight, bias) || !fits || input.numel() == 0) return at::group_norm(input, groups, weight, bias, eps);
+  const auto node = norm_node<GroupNormBackward>(input, weight, bias);
+  node->groups = groups;
+  node->eps = eps;
+  node->input.keep(input);
+  Tensor y, mean, rstd;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(y, mean, rstd) = GroupNormBackward::native(GroupNormBackward::dense(input), groups, weight, bias, eps);
+  }
+  node->mean.keep(mean);
+  node->deviation.keep(rstd);
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+class LayerNormBackward final : public NormNode {
+ public:
+  LayerNormBackward() : NormNode("patchconv::LayerNormBackward") {}
+  std::vector<c10::SymInt> shape;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    if (at::GradMode::is_enabled()) {
+      return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor& b) {
+        return at::layer_norm_symint(x, shape, w, b, eps);
+      });
+    }
+    const auto [grad_input, grad_weight, grad_bias] = at::native_layer_norm_backward_symint(
+        grad, input.get(*this), shape, mean.get(*this), deviation.get(*this), get_weight(), get_bias(), wanted());
+    return on_edges(grad_input, grad_weight, grad_bias);
+  }
+
+  Tensor rebuild() override {
+    const Tensor x = input.get(*this);
+    if (at::GradMode::is_enabled()) return at::layer_norm_symint(x, shape, get_weight(), get_bias(), eps);
+    return std::get<0>(at::native_layer_norm_symint(x, shape, get_weight(), get_bias(), eps));
+  }
+};
+
+Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                  const OptionalTensor& bias, double eps) {
+  if (!ours(input, weight, bias) || input.numel() == 0) return at::layer_norm_symint(input, shape, weight, bias, eps);
+  Tensor y, mean, rstd;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::tie(y, mean, rstd) = at::native_layer_norm_symint(input, shape, weight, bias, eps);
+  }
+  const auto node = norm_node<LayerNormBackward>(input, weight, bias);
+  node->shape = shape.vec();
+  node->eps = eps;
+  node->input.keep(input);
+  node->mean.keep(mean);
+  node->deviation.keep(rstd);
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+// Stock composes its RMS norm of operators that each keep a tensor: here it is recorded anew in backward.
+class RmsNormBackward final : public NormNode {
+ public:
+  RmsNormBackward() : NormNode("patchconv::RmsNormBackward") {}
+  std::vector<c10::SymInt> shape;
+  std::optional<double> epsilon;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor&) {
+      return at::rms_norm_symint(x, shape, w, epsilon);
+    });
+  }
+  Tensor rebuild() override { return at::rms_norm_symint(input.get(*this), shape, get_weight(), epsilon); }
+};
+
+Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                std::optional<double> eps) {
+  if (!ours(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
+  Tensor y;
+  {
+    const at::NoGradGuard no_grad;
+    y = at::rms_norm_symint(input, shape, weight, eps);
+  }
+  const auto node = norm_node<RmsNormBackward>(input, weight, std::nullopt);
+  node->shape = shape.vec();
+  node->epsilon = eps;
+  node->input.keep(input);
+  LeanNode::attach(y, node);
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
+  m.impl("batch_norm", &batch_norm_autograd);
+  m.impl("group_norm", &group_norm);
+  m.impl("layer_norm", &layer_norm);
+  m.impl("rms_norm", &rms_norm);
+}
+
+}  // namespace
+
+}  // namespace patchconv

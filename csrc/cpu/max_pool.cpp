@@ -1,0 +1,407 @@
+// Max pooling on the CPU, with the place of each maximum in one byte where its window is small.
+//
+// Beside the output, the forward pass gives each maximum's offset in its window (core/pool.h) as uint8,
+// uint16 or int32. From it the output can be gathered again, the gradient scattered and stock's int64 indices
+// made. The winner is stock's: taps in scan order, `value > best || isnan(value)`, so the first of equal
+// maxima and the last NaN; padding never wins. Half types are compared exactly. The gradient is summed in the
+// order of the outputs, as stock does it; half types are summed in float32, a few planes at a time, and
+// rounded once. Beyond that nothing is allocated but the results.
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/irange.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "core/pool.h"
+
+// One function compiled for several instruction sets and chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
+#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2")))
+#else
+#define PATCHCONV_CLONES
+#endif
+#define PATCHCONV_INLINE __attribute__((always_inline))
+
+namespace patchconv {
+
+using at::IntArrayRef;
+using at::Tensor;
+using c10::irange;
+
+namespace {
+
+constexpr int64_t kLanes = 1024;     // columns (channels last: channels) whose maxima are found side by side
+constexpr int64_t kFewLanes = 4;     // fewer are done one by one
+constexpr int64_t kGrain = 32768;    // taps or elements below which another thread does not pay
+constexpr int64_t kPiece = 1 << 20;  // elements of a half type's gradient that are summed at once
+
+// How values compare. Halves are compared as integers of their own width: twice the lanes of floats.
+template <typename scalar_t>
+struct Order {
+  using Raw = scalar_t;
+  using Key = scalar_t;
+  static Key key(Raw value) { return value; }
+  static Raw lowest() { return -std::numeric_limits<scalar_t>::infinity(); }
+  static bool wins(Key key, Key best) { return (key > best) | (key != key); }
+};
+
+template <uint16_t kInfinity>
+struct HalfOrder {
+  using Raw = uint16_t;
+  using Key = int16_t;
+  static constexpr Key kNan = 0x7fff;
+  static Key key(Raw value) {
+    const int16_t size = value & 0x7fff;
+    const int16_t sign = static_cast<int16_t>(value) >> 15;
+    return size > kInfinity ? kNan : static_cast<int16_t>((size ^ sign) - sign);
+  }
+  static Raw lowest() { return 0x8000 | kInfinity; }
+  static bool wins(Key key, Key best) { return (key > best) | (key == kNan); }
+};
+template <>
+struct Order<c10::Half> : HalfOrder<0x7c00> {};
+template <>
+struct Order<c10::BFloat16> : HalfOrder<0x7f80> {};
+
+// Tap numbers are as wide as the values where they fit, for loops over both.
+template <typename scalar_t, typename Tap>
+struct Job {
+  using Raw = typename Order<scalar_t>::Raw;
+
+  const Pool& pool;
+  const Raw* input;
+  Raw* output;
+  void* offsets;
+  int64_t offset_bytes;
+  int64_t blocks;  // of kLanes lanes, of a row
+};
+
+template <typename Tap>
+PATCHCONV_INLINE inline void put_offsets(const Tap* taps, int64_t lanes, void* offsets, int64_t bytes,
+                                         int64_t at) {
+  auto put = [&](auto* to) PATCHCONV_INLINE {
+    for (int64_t l = 0; l < lanes; ++l) to[l] = static_cast<std::remove_pointer_t<decltype(to)>>(taps[l]);
+  };
+  if (bytes == 1) return put(static_cast<uint8_t*>(offsets) + at);
+  if (bytes == 2) return put(static_cast<uint16_t*>(offsets) + at);
+  put(static_cast<int32_t*>(offsets) + at);
+}
+
+// Windows side by side whose values lie `step` apart (kStep, where that is not zero): the first is `column`,
+// the first output element `at`.
+template <int64_t kStep, typename scalar_t, typename Tap>
+PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
+                                        const PoolWindow& column, int64_t channel, int64_t step,
+                                        int64_t lanes, int64_t at) {
+  using Compare = Order<scalar_t>;
+  using Raw = typename Compare::Raw;
+  using Key = typename Compare::Key;
+  constexpr bool kKeyIsValue = std::is_same_v<Raw, Key>;
+  Key best[kLanes];
+  Raw value[kKeyIsValue ? 1 : kLanes];
+  Tap taps[kLanes];
+  for (int64_t l = 0; l < lanes; ++l) {
+    best[l] = Compare::key(Compare::lowest());
+    taps[l] = static_cast<Tap>(row.first_tap(column));
+    if constexpr (!kKeyIsValue) value[l] = Compare::lowest();
+  }
+  const Pool& pool = job.pool;
+  const int64_t stride = kStep ? kStep : step;
+  const Raw* plane = job.input + row.outer * pool.plane() * pool.inner + channel;
+  for (int64_t d = row.depth.inside.begin; d < row.depth.inside.end; ++d) {
+    for (int64_t h = row.height.inside.begin; h < row.height.inside.end; ++h) {
+      const int64_t line =
+          (row.depth.coordinate(d) * pool.height().in + row.height.coordinate(h)) * pool.width().in;
+      for (int64_t w = column.inside.begin; w < column.inside.end; ++w) {
+        const Raw* in = plane + (line + column.coordinate(w)) * pool.inner;
+        const Tap tap = static_cast<Tap>((d * row.height.taps + h) * column.taps + w);
+        for (int64_t l = 0; l < lanes; ++l) {
+          const Raw v = in[l * stride];
+          const Key key = Compare::key(v);
+          const bool wins = Compare::wins(key, best[l]);
+          best[l] = wins ? key : best[l];
+          taps[l] = wins ? tap : taps[l];
+          if constexpr (!kKeyIsValue) value[l] = wins ? v : value[l];
+        }
+      }
+    }
+  }
+  for (int64_t l = 0; l < lanes; ++l) {
+    if constexpr (kKeyIsValue) {
+      job.output[at + l] = best[l];
+    } else {
+      job.output[at + l] = value[l];
+    }
+  }
+  put_offsets(taps, lanes, job.offsets, job.offset_bytes, at);
+}
+
+// A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
+template <typename scalar_t, typename Tap>
+PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
+  const Pool& pool = job.pool;
+  const PoolDim& width = pool.width();
+  const PoolRow row(pool, unit / job.blocks);
+  const int64_t first = row.number * width.out * pool.inner;
+  const int64_t begin = unit % job.blocks * kLanes;
+  if (pool.inner > 1) {
+    const int64_t lanes = std::min(kLanes, pool.inner - begin);
+    for (int64_t w = 0; w < width.out; ++w) {
+      pool_lanes<1>(job, row, width.window(w), begin, 1, lanes, first + w * pool.inner + begin);
+    }
+    return;
+  }
+  const Range all{begin, std::min(begin + kLanes, width.out)};
+  Range inside = intersect(all, width.interior());
+  if (inside.size() < kFewLanes) inside = {all.end, all.end};
+  for (int64_t w = all.begin; w < all.end; w = w == inside.begin ? inside.end : w + 1) {
+    const PoolWindow column = width.window(w);
+    if (w != inside.begin) {
+      pool_lanes<1>(job, row, column, 0, 1, 1, first + w);
+    } else if (width.stride == 1) {
+      pool_lanes<1>(job, row, column, 0, 1, inside.size(), first + w);
+    } else if (width.stride == 2) {
+      pool_lanes<2>(job, row, column, 0, 2, inside.size(), first + w);
+    } else {
+      pool_lanes<0>(job, row, column, 0, width.stride, inside.size(), first + w);
+    }
+  }
+}
+
+// Templates cannot be compiled for several instruction sets, overloads can.
+#define PATCHCONV_POOL(scalar_t, Tap)                                                           \
+  PATCHCONV_CLONES void pool_units(const Job<scalar_t, Tap>& job, int64_t begin, int64_t end) { \
+    for (int64_t unit = begin; unit < end; ++unit) pool_unit(job, unit);                        \
+  }
+PATCHCONV_POOL(float, uint32_t)
+PATCHCONV_POOL(double, uint64_t)
+PATCHCONV_POOL(c10::Half, uint16_t)
+PATCHCONV_POOL(c10::Half, uint32_t)
+PATCHCONV_POOL(c10::BFloat16, uint16_t)
+PATCHCONV_POOL(c10::BFloat16, uint32_t)
+#undef PATCHCONV_POOL
+
+template <typename Tap, typename scalar_t>
+void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const Tensor& offsets) {
+  using Raw = typename Order<scalar_t>::Raw;
+  const int64_t lanes = pool.inner == 1 ? pool.width().out : pool.inner;
+  const Job<scalar_t, Tap> job{pool,
+                               static_cast<const Raw*>(input.const_data_ptr()),
+                               static_cast<Raw*>(output.mutable_data_ptr()),
+                               offsets.mutable_data_ptr(),
+                               offsets.element_size(),
+                               (lanes + kLanes - 1) / kLanes};
+  const int64_t work = pool.positions() * pool.width().out * pool.inner / std::max<int64_t>(1, job.blocks);
+  at::parallel_for(0, pool.rows() * job.blocks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)),
+                   [&](int64_t begin, int64_t end) { pool_units(job, begin, end); });
+}
+
+// Calls body(each), where each(row, c0, c1, visit) is each_maximum for these offsets.
+template <typename Body>
+void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
+  const bool bytes = offsets.scalar_type() == at::kByte;
+  const bool table = bytes && pool.positions() <= 256 && !pool.has_empty_window();
+  const PoolTable ways = table ? PoolTable(pool) : PoolTable();
+  auto follow = [&]<Follow kFollow, typename Offset>() {
+    const Offset* data = offsets.const_data_ptr<Offset>();
+    body([&pool, &ways, data](int64_t row, int64_t c0, int64_t c1, auto visit) {
+      each_maximum<kFollow>(pool, ways, row, c0, c1, data, visit);
+    });
+  };
+  if (table && pool.inner == 1 && !pool.width().adaptive) {
+    follow.template operator()<Follow::kPlain, uint8_t>();
+  } else if (table) {
+    follow.template operator()<Follow::kTable, uint8_t>();
+  } else if (bytes) {
+    follow.template operator()<Follow::kDivide, uint8_t>();
+  } else if (offsets.scalar_type() == at::kUInt16) {
+    follow.template operator()<Follow::kDivide, uint16_t>();
+  } else {
+    follow.template operator()<Follow::kDivide, int32_t>();
+  }
+}
+
+template <typename Body>
+void for_rows(const Pool& pool, Body body) {
+  const int64_t size = std::max<int64_t>(1, pool.width().out * pool.inner);
+  at::parallel_for(0, pool.rows(), std::max<int64_t>(1, kGrain / size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
+// Parallel over planes, in channels-last formats over images and as many blocks of channels as give every
+// thread one. Half types: disjoint windows only.
+template <typename scalar_t>
+void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const Tensor& result) {
+  using Raw = typename Order<scalar_t>::Raw;
+  constexpr int64_t kCacheLine = 64 / sizeof(Raw);
+  const Raw* from = static_cast<const Raw*>(grad.const_data_ptr());
+  Raw* to = static_cast<Raw*>(result.mutable_data_ptr());
+  const int64_t inner = pool.inner;
+  const int64_t plane = pool.plane();
+  const int64_t pieces = at::divup(at::get_num_threads(), std::max<int64_t>(1, pool.outer));
+  const int64_t block = at::divup(at::divup(inner + 1, pieces), kCacheLine) * kCacheLine;
+  const int64_t blocks = at::divup(inner, block);
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, plane * std::min(inner, block)));
+  with_offsets(pool, offsets, [&](auto each) {
+    at::parallel_for(0, pool.outer * blocks, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t outer = task / blocks;
+        const int64_t c0 = task % blocks * block;
+        const int64_t c1 = std::min(inner, c0 + block);
+        Raw* sums = to + outer * plane * inner;
+        if (blocks == 1) {
+          std::fill_n(sums, plane * inner, Raw(0));
+        } else {
+          for (int64_t i = 0; i < plane; ++i) std::fill_n(sums + i * inner + c0, c1 - c0, Raw(0));
+        }
+        const int64_t rows = pool.rows_per_plane();
+        for (int64_t row = outer * rows; row < (outer + 1) * rows; ++row) {
+          each(row, c0, c1, [=](int64_t element, int64_t position, int64_t channel, bool inside) {
+            if (!inside) return;
+            Raw& sum = sums[position * inner + channel];
+            if constexpr (std::is_same_v<Raw, scalar_t>) {
+              sum += from[element];
+            } else {
+              sum = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
+            }
+          });
+        }
+      }
+    });
+  });
+}
+
+Pool make_pool(IntArrayRef input, IntArrayRef output, IntArrayRef kernel, IntArrayRef stride,
+               IntArrayRef padding, IntArrayRef dilation, at::MemoryFormat format) {
+  TORCH_CHECK(input.size() >= 3 && input.size() <= 5 && input.size() == output.size(),
+              "patchconv: pooling takes (N, C, spatial...) of 1 to 3 dimensions, got ", input, " and ",
+              output);
+  const size_t dims = kernel.empty() ? 0 : input.size() - 2;
+  TORCH_CHECK(
+      kernel.size() == dims && stride.size() >= dims && padding.size() >= dims && dilation.size() >= dims,
+      "patchconv: pooling takes a kernel, stride, padding and dilation for each dimension");
+  for (const auto d : irange(dims)) {
+    TORCH_CHECK(kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0,
+                "patchconv: pooling's kernel, stride and dilation must be positive");
+  }
+  Pool pool(input.slice(2), output.slice(2), kernel, stride, padding, dilation);
+  const bool last = format != at::MemoryFormat::Contiguous;
+  pool.outer = last ? input[0] : input[0] * input[1];
+  pool.inner = last ? input[1] : 1;
+  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(),
+              "patchconv: a pooling window is too large");
+  return pool;
+}
+
+std::tuple<Tensor, Tensor> max_pool(const Tensor& input, IntArrayRef kernel, IntArrayRef stride,
+                                    IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_size) {
+  const at::MemoryFormat format = input.suggest_memory_format();
+  std::vector<int64_t> sizes = input.sizes().slice(0, std::min<size_t>(2, input.dim())).vec();
+  sizes.insert(sizes.end(), output_size.begin(), output_size.end());
+  const Pool pool = make_pool(input.sizes(), sizes, kernel, stride, padding, dilation, format);
+  const int64_t bytes = offset_bytes(pool.positions());
+  const at::ScalarType type = bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
+  const Tensor dense = input.contiguous(format);
+  const Tensor output = at::empty(sizes, input.options().memory_format(format));
+  const Tensor offsets = at::empty(sizes, input.options().dtype(type).memory_format(format));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "max_pool", [&] {
+    if constexpr (sizeof(scalar_t) > 2) {
+      using Tap = std::conditional_t<sizeof(scalar_t) == 4, uint32_t, uint64_t>;
+      pool_all<Tap, scalar_t>(pool, dense, output, offsets);
+    } else if (bytes < 4) {
+      pool_all<uint16_t, scalar_t>(pool, dense, output, offsets);
+    } else {
+      pool_all<uint32_t, scalar_t>(pool, dense, output, offsets);
+    }
+  });
+  return {output, offsets};
+}
+
+Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef kernel, IntArrayRef stride,
+                     IntArrayRef padding, IntArrayRef dilation) {
+  const at::MemoryFormat format = offsets.suggest_memory_format();
+  const Pool pool = make_pool(input.sizes(), offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Tensor dense = input.contiguous(format);
+  const Tensor output = at::empty(offsets.sizes(), input.options().memory_format(format));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "max_pool_take", [&] {
+    using Raw = typename Order<scalar_t>::Raw;
+    const Raw* from = static_cast<const Raw*>(dense.const_data_ptr());
+    Raw* to = static_cast<Raw*>(output.mutable_data_ptr());
+    with_offsets(pool, offsets.contiguous(format), [&](auto each) {
+      for_rows(pool, [&](int64_t row) {
+        const int64_t inner = pool.inner;
+        const Raw* plane = from + row / pool.rows_per_plane() * pool.plane() * inner;
+        each(row, 0, inner, [=](int64_t element, int64_t position, int64_t channel, bool inside) {
+          to[element] = inside ? plane[position * inner + channel] : Order<scalar_t>::lowest();
+        });
+      });
+    });
+  });
+  return output;
+}
+
+Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef input_size,
+                         IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+  TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv: a pooling's gradient must have its output's size");
+  const at::MemoryFormat format = offsets.suggest_memory_format();
+  const Pool pool = make_pool(input_size, offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Tensor result = at::empty(input_size, grad.options().memory_format(format));
+  if (grad.element_size() > 2 || pool.disjoint()) {
+    const Tensor dense = grad.contiguous(format);
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool_backward", [&] {
+      scatter<scalar_t>(pool, dense, offsets.contiguous(format), result);
+    });
+    return result;
+  }
+  // In float32, some images at a time or, of a large image, some channels.
+  const int64_t image = std::max<int64_t>(1, pool.plane() * input_size[1]);
+  const int64_t images = std::max<int64_t>(1, kPiece / image);
+  const int64_t channels = image <= kPiece ? input_size[1] : std::max<int64_t>(16, kPiece / pool.plane());
+  for (int64_t n = 0; n < input_size[0]; n += images) {
+    for (int64_t c = 0; c < input_size[1]; c += channels) {
+      auto piece = [&](const Tensor& whole) {
+        return whole.slice(0, n, n + images).slice(1, c, c + channels);
+      };
+      const Tensor part = piece(result);
+      const Tensor sums = at::empty(part.sizes(), part.options().dtype(at::kFloat).memory_format(format));
+      scatter<float>(make_pool(sums.sizes(), offsets.sizes(), kernel, stride, padding, dilation, format),
+                     piece(grad).to(at::kFloat).contiguous(format), piece(offsets).contiguous(format), sums);
+      part.copy_(sums);
+    }
+  }
+  return result;
+}
+
+Tensor max_pool_indices(const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
+                        IntArrayRef padding, IntArrayRef dilation) {
+  const at::MemoryFormat format = offsets.suggest_memory_format();
+  const Pool pool = make_pool(input_size, offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
+  int64_t* to = indices.mutable_data_ptr<int64_t>();
+  with_offsets(pool, offsets.contiguous(format), [&](auto each) {
+    for_rows(pool, [&](int64_t row) {
+      each(row, 0, pool.inner,
+           [=](int64_t element, int64_t position, int64_t, bool) { to[element] = position; });
+    });
+  });
+  return indices;
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
+  m.impl("_max_pool", max_pool);
+  m.impl("_max_pool_take", max_pool_take);
+  m.impl("_max_pool_backward", max_pool_backward);
+  m.impl("_max_pool_indices", max_pool_indices);
+}
+
+}  // namespace
+
+}  // namespace patchconv

@@ -1,0 +1,194 @@
+// The activations without autograd, and under torch.func: stock operators. And masks where there is no kernel
+// for them: composed of stock operators, at some bytes an element of transient memory.
+#include "ops/activation.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/elu.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/hardsigmoid.h>
+#include <ATen/ops/hardswish.h>
+#include <ATen/ops/hardtanh.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/mish.h>
+#include <ATen/ops/prelu.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/threshold.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include "ops/handle.h"
+
+namespace patchconv {
+
+using at::Scalar;
+using at::Tensor;
+
+Tensor stock_masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
+  switch (mask) {
+    case Mask::kRelu:
+      return at::relu(x);
+    case Mask::kLeakyRelu:
+      return at::leaky_relu(x, a);
+    case Mask::kHardtanh:
+      return at::hardtanh(x, a, b);
+    case Mask::kThreshold:
+      return at::threshold(x, a, b);
+    case Mask::kHardsigmoid:
+      return at::hardsigmoid(x);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+Tensor& stock_masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
+  switch (mask) {
+    case Mask::kRelu:
+      return at::relu_(x);
+    case Mask::kLeakyRelu:
+      return at::leaky_relu_(x, a);
+    case Mask::kHardtanh:
+      return at::hardtanh_(x, a, b);
+    case Mask::kThreshold:
+      return at::threshold_(x, a, b);
+    case Mask::kHardsigmoid:
+      return at::hardsigmoid_(x);
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+namespace {
+
+Tensor flat(const Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
+
+Tensor inside(const Tensor& x, Mask mask, double a, double b) {
+  switch (mask) {
+    case Mask::kRelu:
+      return x.le(0).logical_not();
+    case Mask::kLeakyRelu:
+      return x.gt(0);
+    case Mask::kHardtanh:
+      return x.le(a).logical_or(x.ge(b)).logical_not();
+    case Mask::kThreshold:
+      return x.le(a).logical_not();
+    case Mask::kHardsigmoid:
+      return x.gt(-3).logical_and(x.lt(3));
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+Tensor pack_with_aten(const Tensor& input, int64_t mask, double a, double b) {
+  const int64_t elements = input.numel();
+  const Tensor bits = inside(flat(input), static_cast<Mask>(mask), a, b).to(at::kByte);
+  const Tensor padded = at::constant_pad_nd(bits, {0, mask_bytes(elements) * 8 - elements});
+  const Tensor place = at::arange(8, padded.options());
+  return padded.view({-1, 8}).bitwise_left_shift(place).sum({1}, /*keepdim=*/false, at::kByte);
+}
+
+std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, int64_t mask, double a, double b) {
+  return {stock_masked(input, static_cast<Mask>(mask), a, b), pack_with_aten(input, mask, a, b)};
+}
+
+Tensor forward_in_place_with_aten(Tensor& input, int64_t mask, double a, double b) {
+  Tensor bits = pack_with_aten(input, mask, a, b);
+  input.copy_(stock_masked(input, static_cast<Mask>(mask), a, b));
+  return bits;
+}
+
+Tensor backward_with_aten(const Tensor& grad, const Tensor& bits, double inside, double outside) {
+  const Tensor place = at::arange(8, bits.options());
+  const Tensor ones = bits.unsqueeze(1).bitwise_right_shift(place).bitwise_and(1).flatten();
+  const Tensor mask = ones.slice(0, 0, grad.numel()).as_strided(grad.sizes(), grad.strides()).to(at::kBool);
+  auto times = [&](double factor) {
+    return factor == 1 ? grad : factor == 0 ? at::zeros_like(grad) : grad.mul(factor);
+  };
+  return at::where(mask, times(inside), times(outside));
+}
+
+Tensor bits_on_meta(const Tensor& input) {
+  return at::empty_symint({(input.sym_numel() + 7) / 8}, input.options().dtype(at::kByte));
+}
+
+TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
+  m.impl("_mask_forward", [](const Tensor& input, int64_t, double, double) {
+    return std::make_tuple(at::empty_like(input), bits_on_meta(input));
+  });
+  m.impl("_mask_forward_", [](Tensor& input, int64_t, double, double) { return bits_on_meta(input); });
+  m.impl("_mask_pack", [](const Tensor& input, int64_t, double, double) { return bits_on_meta(input); });
+  m.impl("_mask_backward", [](const Tensor& grad, const Tensor&, double, double) { return at::empty_like(grad); });
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
+  m.impl("_mask_forward", &forward_with_aten);
+  m.impl("_mask_forward_", &forward_in_place_with_aten);
+  m.impl("_mask_pack", &pack_with_aten);
+  m.impl("_mask_backward", &backward_with_aten);
+}
+
+void stock_activations(torch::Library& m) {
+  m.impl("relu", TORCH_FN(at::relu));
+  m.impl("relu_", TORCH_FN(at::relu_));
+  m.impl("leaky_relu", TORCH_FN(at::leaky_relu));
+  m.impl("leaky_relu_", TORCH_FN(at::leaky_relu_));
+  m.impl("hardtanh", TORCH_FN(at::hardtanh));
+  m.impl("hardtanh_", TORCH_FN(at::hardtanh_));
+  m.impl("threshold", TORCH_FN(at::threshold));
+  m.impl("threshold_", TORCH_FN(at::threshold_));
+  m.impl("hardsigmoid", TORCH_FN(at::hardsigmoid));
+  m.impl("hardsigmoid_", TORCH_FN(at::hardsigmoid_));
+  m.impl("prelu", TORCH_FN(at::prelu));
+  m.impl("silu", TORCH_FN(at::silu));
+  m.impl("silu_", TORCH_FN(at::silu_));
+  m.impl("gelu", TORCH_FN(at::gelu));
+  m.impl("hardswish", TORCH_FN(at::hardswish));
+  m.impl("hardswish_", TORCH_FN(at::hardswish_));
+  m.impl("elu", TORCH_FN(at::elu));
+  m.impl("elu_", TORCH_FN(at::elu_));
+  m.impl("softplus", TORCH_FN(at::softplus));
+  m.impl("mish", TORCH_FN(at::mish));
+  m.impl("mish_", TORCH_FN(at::mish_));
+  m.impl("sigmoid", TORCH_FN(at::sigmoid));
+  m.impl("sigmoid_", TORCH_FN(at::sigmoid_));
+  m.impl("tanh", TORCH_FN(at::tanh));
+  m.impl("tanh_", TORCH_FN(at::tanh_));
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_activations(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_activations(m); }
+
+}  // namespace
+
+Tensor in_layout(const Tensor& tensor, c10::SymIntArrayRef strides) {
+  if (tensor.sym_strides() == strides) return tensor;
+  return at::empty_strided_symint(tensor.sym_sizes(), strides, tensor.options()).copy_(tensor);
+}
+
+std::tuple<Tensor, Tensor> mask_forward(const Tensor& input, Mask mask, double a, double b) {
+  static const auto op =
+      handle<std::tuple<Tensor, Tensor>(const Tensor&, int64_t, double, double)>("_mask_forward");
+  return op.call(input, static_cast<int64_t>(mask), a, b);
+}
+
+Tensor mask_forward_(Tensor& input, Mask mask, double a, double b) {
+  static const auto op = handle<Tensor(Tensor&, int64_t, double, double)>("_mask_forward_");
+  return op.call(input, static_cast<int64_t>(mask), a, b);
+}
+
+Tensor mask_pack(const Tensor& input, Mask mask, double a, double b) {
+  static const auto op = handle<Tensor(const Tensor&, int64_t, double, double)>("_mask_pack");
+  return op.call(input, static_cast<int64_t>(mask), a, b);
+}
+
+Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
+  static const auto op = handle<Tensor(const Tensor&, const Tensor&, double, double)>("_mask_backward");
+  return op.call(grad, bits, inside, outside);
+}
+
+}  // namespace patchconv

@@ -1,0 +1,34 @@
+// The activations: which tensors this library's nodes serve, and the operators that their masks are made with.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Scalar.h>
+
+#include <tuple>
+
+#include "core/mask.h"
+
+namespace patchconv {
+
+// Dense tensors of the four real floating-point types. Others are handed to stock PyTorch whole.
+inline bool served(const at::Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested() &&
+         (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
+}
+
+// The same sizes and values in a given dense layout: itself if it is so already.
+at::Tensor in_layout(const at::Tensor& tensor, c10::SymIntArrayRef strides);
+
+// Stock PyTorch's operator for a piecewise linear activation.
+at::Tensor stock_masked(const at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
+at::Tensor& stock_masked_(at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
+
+// patchconv::_mask_*, through the dispatcher. Inputs and gradients are dense; masks follow their memory order.
+std::tuple<at::Tensor, at::Tensor> mask_forward(const at::Tensor& input, Mask mask, double a, double b);
+at::Tensor mask_forward_(at::Tensor& input, Mask mask, double a, double b);  // in place; returns the bits
+at::Tensor mask_pack(const at::Tensor& input, Mask mask, double a, double b);
+// bit ? grad * inside : grad * outside; a factor of 0 is a zero, whatever the gradient.
+at::Tensor mask_backward(const at::Tensor& grad, const at::Tensor& bits, double inside, double outside);
+
+}  // namespace patchconv

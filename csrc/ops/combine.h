@@ -1,0 +1,10 @@
+// patchconv::cast, through the dispatcher: x.to(dtype) that can be made again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace patchconv {
+
+at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
+
+}  // namespace patchconv

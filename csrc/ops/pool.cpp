@@ -1,0 +1,220 @@
+// Max pools with small offsets where there is no kernel for them: through stock's 64-bit indices, which are there
+// for the time of a call. And pools under torch.func: stock operators.
+#include "ops/pool.h"
+
+#include <ATen/ops/adaptive_avg_pool1d.h>
+#include <ATen/ops/adaptive_avg_pool2d.h>
+#include <ATen/ops/adaptive_avg_pool3d.h>
+#include <ATen/ops/adaptive_max_pool1d.h>
+#include <ATen/ops/adaptive_max_pool2d.h>
+#include <ATen/ops/adaptive_max_pool3d.h>
+#include <ATen/ops/avg_pool1d.h>
+#include <ATen/ops/avg_pool2d.h>
+#include <ATen/ops/avg_pool3d.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gather.h>
+#include <ATen/ops/max_pool1d.h>
+#include <ATen/ops/max_pool2d.h>
+#include <ATen/ops/max_pool2d_with_indices.h>
+#include <ATen/ops/max_pool3d.h>
+#include <ATen/ops/max_pool3d_with_indices.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "core/pool.h"
+#include "ops/handle.h"
+
+namespace patchconv {
+
+using at::IntArrayRef;
+using at::Tensor;
+
+namespace {
+
+at::ScalarType offset_type(const Pool& pool) {
+  const int64_t bytes = offset_bytes(pool.positions());
+  return bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
+}
+
+Pool windows_of(const PoolSpec& spec, IntArrayRef input, IntArrayRef output) {
+  return {input, output, spec.kernel, spec.stride, spec.padding, spec.dilation};
+}
+
+// Flat indices into the input's grid from offsets, or offsets from them: dimension by dimension.
+struct Grid {
+  Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device) : sizes(input.vec()) {
+    const Pool pool = windows_of(spec, input, output);
+    const size_t dims = output.size();
+    for (size_t d = 0; d < dims; ++d) {
+      const PoolDim& dim = pool.dims[3 - dims + d];
+      std::vector<int64_t> starts, taps, shape(dims, 1);
+      PoolWalk window(dim);
+      for (int64_t o = 0; o < dim.out; ++o, window.next()) {
+        starts.push_back(window.start());
+        taps.push_back(window.taps());
+      }
+      shape[d] = dim.out;
+      const auto options = at::TensorOptions().dtype(at::kLong);
+      begin.push_back(at::tensor(starts, options).to(device).view(shape));
+      width.push_back(at::tensor(taps, options).to(device).view(shape));
+      step.push_back(dim.dilation);
+    }
+  }
+  Tensor indices(const Tensor& offsets) const {
+    Tensor rest = offsets.to(at::kLong), index;
+    int64_t plane = 1;
+    for (size_t d = sizes.size(); d-- > 0;) {
+      const Tensor place = rest.remainder(width[d]).mul_(step[d]).add_(begin[d]).mul_(plane);
+      index = index.defined() ? index.add_(place) : place;
+      rest = rest.div(width[d], "floor");
+      plane *= sizes[d];
+    }
+    return index;
+  }
+  Tensor offsets(const Tensor& indices, at::ScalarType dtype) const {
+    Tensor rest = indices, offset, window;
+    for (size_t d = sizes.size(); d-- > 0;) {
+      const Tensor place = rest.remainder(sizes[d]).sub_(begin[d]).div_(step[d], "floor");
+      offset = offset.defined() ? offset.add_(place.mul_(window)) : place;
+      window = window.defined() ? window.mul(width[d]) : width[d];
+      rest = rest.div(sizes[d], "floor");
+    }
+    return offset.to(dtype);
+  }
+
+  std::vector<int64_t> sizes, step;
+  std::vector<Tensor> begin, width;
+};
+
+IntArrayRef spatial(const Tensor& tensor) { return tensor.sizes().slice(2); }
+
+std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, IntArrayRef kernel, IntArrayRef stride,
+                                             IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_size) {
+  const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
+  const size_t dims = output_size.size();
+  Tensor output, indices;
+  if (kernel.empty()) {
+    std::tie(output, indices) = dims == 1   ? at::adaptive_max_pool1d(input, output_size)
+                                : dims == 2 ? at::adaptive_max_pool2d(input, output_size)
+                                            : at::adaptive_max_pool3d(input, output_size);
+  } else {
+    // Whether a last window that only partly fits counts is what the output's size says.
+    bool ceil = false;
+    for (size_t d = 0; d < dims; ++d) {
+      const int64_t reach = dilation[d] * (kernel[d] - 1) + 1;
+      ceil |= (output_size[d] - 1) * stride[d] + reach > input.size(2 + static_cast<int64_t>(d)) + 2 * padding[d];
+    }
+    auto with_one = [](IntArrayRef list, int64_t one) { return std::vector<int64_t>{one, list[0]}; };
+    if (dims == 1) {
+      std::tie(output, indices) =
+          at::max_pool2d_with_indices(input.unsqueeze(2), with_one(kernel, 1), with_one(stride, 1),
+                                      with_one(padding, 0), with_one(dilation, 1), ceil);
+      output = output.squeeze(2);
+      indices = indices.squeeze(2);
+    } else {
+      std::tie(output, indices) =
+          dims == 2 ? at::max_pool2d_with_indices(input, kernel, stride, padding, dilation, ceil)
+                    : at::max_pool3d_with_indices(input, kernel, stride, padding, dilation, ceil);
+    }
+  }
+  const Grid grid(spec, spatial(input), output_size, input.device());
+  return {output, grid.offsets(indices, offset_type(windows_of(spec, spatial(input), output_size)))};
+}
+
+Tensor indices_with_aten(const Tensor& offsets, c10::SymIntArrayRef input_size, IntArrayRef kernel,
+                         IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+  const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
+  const auto size = C10_AS_INTARRAYREF_SLOW(input_size).slice(2);
+  return Grid(spec, size, spatial(offsets), offsets.device()).indices(offsets);
+}
+
+Tensor take_with_aten(const Tensor& input, const Tensor& offsets, IntArrayRef kernel, IntArrayRef stride,
+                      IntArrayRef padding, IntArrayRef dilation) {
+  const Tensor indices = indices_with_aten(offsets, input.sym_sizes(), kernel, stride, padding, dilation);
+  const Tensor taken = input.flatten(2).gather(2, indices.flatten(2)).view(offsets.sizes());
+  return taken.contiguous(offsets.suggest_memory_format());
+}
+
+Tensor backward_with_aten(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
+                          IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+  const Tensor indices = indices_with_aten(offsets, input_size, kernel, stride, padding, dilation);
+  const auto size = C10_AS_INTARRAYREF_SLOW(input_size);
+  Tensor result = at::zeros({size[0], size[1], c10::multiply_integers(size.slice(2))}, grad.options());
+  result.scatter_add_(2, indices.flatten(2), grad.flatten(2));
+  return result.view(size).contiguous(offsets.suggest_memory_format());
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
+  m.impl("_max_pool", &forward_with_aten);
+  m.impl("_max_pool_take", &take_with_aten);
+  m.impl("_max_pool_backward", &backward_with_aten);
+  m.impl("_max_pool_indices", &indices_with_aten);
+}
+
+TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
+  m.impl("_max_pool", [](const Tensor& input, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                         IntArrayRef dilation, IntArrayRef output_size) {
+    std::vector<int64_t> size{input.size(0), input.size(1)};
+    size.insert(size.end(), output_size.begin(), output_size.end());
+    const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
+    const auto options = input.options().memory_format(input.suggest_memory_format());
+    return std::make_tuple(at::empty(size, options),
+                           at::empty(size, options.dtype(offset_type(windows_of(spec, spatial(input), output_size)))));
+  });
+  m.impl("_max_pool_take", [](const Tensor& input, const Tensor& offsets, IntArrayRef, IntArrayRef, IntArrayRef,
+                              IntArrayRef) { return at::empty_like(offsets, input.options()); });
+  m.impl("_max_pool_backward", [](const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
+                                  IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef) {
+    return at::empty_symint(input_size, grad.options().memory_format(offsets.suggest_memory_format()));
+  });
+  m.impl("_max_pool_indices", [](const Tensor& offsets, c10::SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
+                                 IntArrayRef) { return at::empty_like(offsets, at::kLong); });
+}
+
+void stock(torch::Library& m) {
+  m.impl("max_pool1d", TORCH_FN(at::max_pool1d));
+  m.impl("max_pool2d", TORCH_FN(at::max_pool2d));
+  m.impl("max_pool3d", TORCH_FN(at::max_pool3d));
+  m.impl("adaptive_max_pool1d",
+         [](const Tensor& x, IntArrayRef size) { return std::get<0>(at::adaptive_max_pool1d(x, size)); });
+  m.impl("adaptive_max_pool2d",
+         [](const Tensor& x, IntArrayRef size) { return std::get<0>(at::adaptive_max_pool2d(x, size)); });
+  m.impl("adaptive_max_pool3d",
+         [](const Tensor& x, IntArrayRef size) { return std::get<0>(at::adaptive_max_pool3d(x, size)); });
+  m.impl("avg_pool1d", TORCH_FN(at::avg_pool1d));
+  m.impl("avg_pool2d", TORCH_FN(at::avg_pool2d));
+  m.impl("avg_pool3d", TORCH_FN(at::avg_pool3d));
+  m.impl("adaptive_avg_pool1d", TORCH_FN(at::adaptive_avg_pool1d));
+  m.impl("adaptive_avg_pool2d",
+         [](const Tensor& x, IntArrayRef size) { return at::adaptive_avg_pool2d(x, size); });
+  m.impl("adaptive_avg_pool3d",
+         [](const Tensor& x, IntArrayRef size) { return at::adaptive_avg_pool3d(x, size); });
+}
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> max_pool_forward(const Tensor& input, const PoolSpec& spec, IntArrayRef output_size) {
+  static const auto op = handle<std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef,
+                                                           IntArrayRef, IntArrayRef)>("_max_pool");
+  return op.call(input, spec.kernel, spec.stride, spec.padding, spec.dilation, output_size);
+}
+
+Tensor max_pool_take(const Tensor& input, const Tensor& offsets, const PoolSpec& spec) {
+  static const auto op =
+      handle<Tensor(const Tensor&, const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef)>(
+          "_max_pool_take");
+  return op.call(input, offsets, spec.kernel, spec.stride, spec.padding, spec.dilation);
+}
+
+Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
+                         const PoolSpec& spec) {
+  static const auto op = handle<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef, IntArrayRef,
+                                       IntArrayRef, IntArrayRef)>("_max_pool_backward");
+  return op.call(grad, offsets, input_size, spec.kernel, spec.stride, spec.padding, spec.dilation);
+}
+
+}  // namespace patchconv

@@ -1,0 +1,82 @@
+"""The layers that save less for backward: torch.nn's classes, computed by `lean_functional`.
+
+Constructors, attributes, parameters, state_dict and values are stock's: a layer runs its stock forward inside `lean()`.
+TorchScript cannot, and gets the stock layer; torch.compile fuses and recomputes by itself, and sees the stock one too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .lean import lean
+
+
+class Lean(nn.Module):
+    """What these layers share: the stock forward, with this package's functions."""
+
+    _stock: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with lean():
+            return super().forward(*args, **kwargs)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        stock = self._stock.__new__(self._stock)
+        vars(stock).update(vars(self))
+        return stock
+
+
+# Stock class -> what the layer keeps for backward.
+_KEEPS = {
+    "one bit an element": (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid),
+    "its input, which its producer may be able to make again": (
+        nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.BatchNorm1d,
+        nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
+    ),
+    "its output, or what its input can be made of": (nn.Sigmoid, nn.Tanh),
+    "the seed of its mask": (
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    ),
+    "one byte an output, two for windows of over 256 places": (
+        nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    ),
+    "sizes alone": (
+        nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    ),
+}  # fmt: skip
+
+
+def _layer(stock: type[nn.Module], keeps: str) -> type[nn.Module]:
+    doc = f"torch.nn.{stock.__name__}, which keeps for backward {keeps}. Arguments and shapes are torch's."
+    body = {"__module__": __name__, "__doc__": doc, "_stock": stock}
+    return type(stock.__name__, (Lean, stock), body)
+
+
+# Stock class -> the class of this package.
+LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    stock: _layer(stock, keeps) for keeps, stocks in _KEEPS.items() for stock in stocks
+}
+globals().update({cls.__name__: cls for cls in LAYERS.values()})
+
+# Stock layers that keep no more than they must: there is nothing to convert.
+NOTHING_TO_GAIN = {
+    nn.Linear: "stock keeps its input only if the weight is trained",
+    nn.Bilinear: "stock keeps its inputs alone",
+    nn.Embedding: "stock keeps indices alone",
+    nn.Upsample: "stock keeps sizes alone",
+    nn.PixelShuffle: "stock keeps sizes alone",
+    nn.PixelUnshuffle: "stock keeps sizes alone",
+    nn.ZeroPad1d: "stock keeps sizes alone",
+    nn.ZeroPad2d: "stock keeps sizes alone",
+    nn.ZeroPad3d: "stock keeps sizes alone",
+    nn.ConstantPad1d: "stock keeps sizes alone",
+    nn.ConstantPad2d: "stock keeps sizes alone",
+    nn.ConstantPad3d: "stock keeps sizes alone",
+    nn.Softmax: "stock keeps its output, which is usually needed again",
+}

@@ -1,0 +1,169 @@
+"""`lean()`: functional code, unchanged, through this package's functions.
+
+Inside the block `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and their like are those of `lean_functional` and `functional`,
+which compute the same and keep less for backward. Only what the block itself calls is meant: a library's C++ code that
+calls operators further down keeps what it kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import functional
+from . import lean_functional as lean_f
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _without_inplace(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For torch.xxx_ and Tensor.xxx_, which have no argument that says so."""
+    return lambda input, *args, **kwargs: ours(input, *args, inplace=True, **kwargs)
+
+
+def _with_alpha(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums and products: of two tensors, without `out`."""
+
+    def function(input: Any, other: Any, **kwargs: Any) -> Any:
+        if isinstance(input, Tensor) and isinstance(other, Tensor) and kwargs.keys() <= {"alpha"}:
+            return ours(input, other, **kwargs)
+        return stock(input, other, **kwargs)
+
+    return function
+
+
+def _cat(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def function(tensors: Any, dim: Any = 0, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.pop("axis", dim)
+        if args or kwargs or not isinstance(dim, int):
+            return stock(tensors, dim, *args, **kwargs)
+        return lean_f.cat(list(tensors), dim)
+
+    return function
+
+
+def _norm(ours: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+    """torch.xxx_norm takes the arguments of F.xxx_norm in another order, and whether cuDNN may be used."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(order, args, strict=False)), **kwargs}
+        given.pop("cudnn_enabled", None)
+        given.pop("cudnn_enable", None)
+        return ours(**given)
+
+    return function
+
+
+def _dropout(ours: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda input, p, train: ours(input, p, train)
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    nn_ops: Any = torch._C._nn
+    same = (
+        "relu leaky_relu hardtanh relu6 threshold hardsigmoid prelu silu gelu hardswish mish elu selu celu softplus "
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm instance_norm group_norm "
+        "layer_norm rms_norm local_response_norm adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
+        "adaptive_avg_pool2d adaptive_avg_pool3d"
+    ).split()
+    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(lean_f, name) for name in same}
+    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+        table[getattr(torch, name)] = getattr(functional, name)
+    for dims in (1, 2, 3):
+        for place in (torch, F):
+            table[getattr(place, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
+    table[torch.avg_pool1d] = lean_f.avg_pool1d
+    table[nn_ops.avg_pool2d] = lean_f.avg_pool2d
+    table[nn_ops.avg_pool3d] = lean_f.avg_pool3d
+    table[torch.adaptive_avg_pool1d] = lean_f.adaptive_avg_pool1d
+    table[nn_ops.softplus] = lean_f.softplus
+    table[nn_ops.gelu] = lean_f.gelu
+    for place in (torch, Tensor):
+        table[place.relu] = lambda input: lean_f.relu(input)
+        table[place.relu_] = _without_inplace(lean_f.relu, place.relu_)
+        table[place.sigmoid] = lean_f.sigmoid
+        table[place.tanh] = lean_f.tanh
+        table[place.prelu] = lean_f.prelu
+        table[place.add] = _with_alpha(lean_f.add, place.add)
+        table[place.mul] = _with_alpha(lean_f.mul, place.mul)
+        table[place.multiply] = _with_alpha(lean_f.mul, place.multiply)
+    for name in ("leaky_relu", "threshold", "elu", "hardtanh"):
+        table[getattr(F, f"{name}_")] = _without_inplace(getattr(lean_f, name), getattr(F, f"{name}_"))
+    for name in ("threshold", "celu", "selu"):
+        table[getattr(torch, name)] = getattr(lean_f, name)
+    table[Tensor.__add__] = table[Tensor.__radd__] = _with_alpha(lean_f.add, torch.add)
+    table[Tensor.__mul__] = table[Tensor.__rmul__] = _with_alpha(lean_f.mul, torch.mul)
+    table[Tensor.__iadd__] = table[Tensor.add_] = _with_alpha(lean_f.add_, Tensor.add_)
+    for stock in (torch.cat, torch.concat, torch.concatenate):
+        table[stock] = _cat(stock)
+    table[torch.dropout] = _dropout(lean_f.dropout)
+    table[torch.alpha_dropout] = _dropout(lean_f.alpha_dropout)
+    affine = ("input", "weight", "bias", "running_mean", "running_var")
+    table[torch.batch_norm] = _norm(lean_f.batch_norm, (*affine, "training", "momentum", "eps", "cudnn_enabled"))
+    table[torch.instance_norm] = _norm(
+        lean_f.instance_norm, (*affine, "use_input_stats", "momentum", "eps", "cudnn_enabled")
+    )
+    table[torch.group_norm] = _norm(
+        lean_f.group_norm, ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
+    )
+    table[torch.layer_norm] = _norm(
+        lean_f.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+    )
+    table[torch.rms_norm] = lean_f.rms_norm
+    return table
+
+
+class _Redirect(TorchFunctionMode):
+    table = _table()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = self.table.get(func)
+        return (func if ours is None else ours)(*args, **(kwargs or {}))
+
+
+class _Active(threading.local):
+    depth = 0
+
+
+_active = _Active()
+
+
+class lean:  # noqa: N801 (used as torch.no_grad is)
+    """`with pc.lean():` or `@pc.lean()`: functional code in the block keeps what this package's layers keep.
+
+    F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on
+    compute the same values and gradients, saving less: residual sums and concatenations that a later layer needs in
+    backward are made again from their operands. Blocks may be nested; other threads are not concerned. Inside
+    torch.compile, scripted code and torch.func transforms stock functions do the work.
+
+    Code that runs again in backward (torch.utils.checkpoint) must enter the block itself: decorate the function.
+    """
+
+    def __enter__(self) -> lean:
+        if _active.depth == 0 and not torch.compiler.is_compiling():
+            self._mode = _Redirect()
+            self._mode.__enter__()
+        _active.depth += 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _active.depth -= 1
+        if (mode := vars(self).pop("_mode", None)) is not None:
+            mode.__exit__(*error)
+
+    def __call__(self, function: Function) -> Function:
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with lean():
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
