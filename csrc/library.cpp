@@ -135,4 +135,5 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");
   m.def("mul(Tensor input, Tensor other) -> Tensor");
   m.def("cast(Tensor input, ScalarType dtype) -> Tensor");
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
 }

@@ -37,7 +37,7 @@ _KEEPS = {
     "its input, which its producer may be able to make again": (
         nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.BatchNorm1d,
         nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm,
+        nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear,
     ),
     "its output, or what its input can be made of": (nn.Sigmoid, nn.Tanh),
     "the seed of its mask": (
@@ -66,7 +66,6 @@ globals().update({cls.__name__: cls for cls in LAYERS.values()})
 
 # Stock layers that keep no more than they must: there is nothing to convert.
 NOTHING_TO_GAIN = {
-    nn.Linear: "stock keeps its input only if the weight is trained",
     nn.Bilinear: "stock keeps its inputs alone",
     nn.Embedding: "stock keeps indices alone",
     nn.Upsample: "stock keeps sizes alone",

@@ -79,6 +79,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
     for dims in (1, 2, 3):
         for place in (torch, F):
             table[getattr(place, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
+    table[F.linear] = lean_f.linear
     table[torch.avg_pool1d] = lean_f.avg_pool1d
     table[nn_ops.avg_pool2d] = lean_f.avg_pool2d
     table[nn_ops.avg_pool3d] = lean_f.avg_pool3d

@@ -400,3 +400,8 @@ def add_(input: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
 def mul(input: Tensor, other: Any) -> Tensor:
     """torch.mul. Keeps operands as far as they cannot be made again."""
     return _ops.mul.default(input, other) if _ours(input, other) and other is not None else torch.mul(input, other)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear. Keeps its input only if the weight is trained and it cannot be made again."""
+    return _ops.linear.default(input, weight, bias) if _ours(input, weight, bias) else F.linear(input, weight, bias)

@@ -9,6 +9,7 @@ pixels, the batch is 2, heads have 10 classes, unless a model needs something el
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ def torchvision_case(
     inputs: Callable[[], Inputs] | int = SIZE,
     change: Callable[[Any], None] = lambda model: None,
     discrete: bool = False,
+    no_double: str = "",
     **options: Any,
 ) -> Case:
     def make() -> nn.Module:
@@ -58,14 +60,17 @@ def torchvision_case(
         change(model)
         return model
 
-    return Case(f"torchvision/{name}", make, inputs if callable(inputs) else lambda: (picture(inputs),), discrete)
+    return Case(
+        f"torchvision/{name}", make, inputs if callable(inputs) else lambda: (picture(inputs),), discrete, no_double
+    )
 
 
 def narrow_classifier(model: Any) -> None:
-    """VGG's 120 million numbers are two dense layers, which say nothing here: 64 wide instead of 4096."""
-    model.classifier[0] = nn.Linear(model.classifier[0].in_features, 64)
-    model.classifier[3] = nn.Linear(64, 64)
-    model.classifier[6] = nn.Linear(64, CLASSES)
+    """AlexNet's and VGG's numbers are in two dense layers, which say nothing here: 64 wide instead of 4096."""
+    dense = [i for i, layer in enumerate(model.classifier) if isinstance(layer, nn.Linear)]
+    widths = [model.classifier[dense[0]].in_features, 64, 64, CLASSES]
+    for i, (before, after) in zip(dense, itertools.pairwise(widths), strict=True):
+        model.classifier[i] = nn.Linear(before, after)
 
 
 def small_average(model: Any) -> None:
@@ -82,11 +87,11 @@ def maxvit() -> nn.Module:
 
 
 def mvit() -> nn.Module:
-    """mvit_v2_s in short: two blocks at each of two sizes."""
+    """mvit_v2_s in short: three blocks, at two sizes."""
     from torchvision.models.video.mvit import MSBlockConfig, MViT
 
     blocks = [
-        MSBlockConfig(heads, channels, channels * wider, [3, 3, 3], [1, step, step], [3, 3, 3], [1, 2, 2])
+        MSBlockConfig(heads, channels, channels * wider, [3, 3, 3], [3, 3, 3], [1, step, step], [1, 2, 2])
         for heads, channels, wider, step in ((1, 32, 1, 1), (1, 32, 2, 2), (2, 64, 1, 1))
     ]
     return MViT(
@@ -109,11 +114,11 @@ def keep_every_box(model: Any) -> None:
             part.detections_per_img = 10
 
 
-def photographs(size: int, keypoints: bool = False) -> Callable[[], Inputs]:
+def photographs(size: int, keypoints: bool = False, count: int = BATCH) -> Callable[[], Inputs]:
     """Pictures with two objects each; the targets are ignored in eval mode."""
 
     def inputs() -> Inputs:
-        pictures = [torch.rand(3, size, size) for _ in range(BATCH)]
+        pictures = [torch.rand(3, size, size) for _ in range(count)]
         boxes = torch.tensor([[0.1, 0.2, 0.6, 0.9], [0.4, 0.1, 0.8, 0.5]]) * size
         masks = torch.zeros(2, size, size, dtype=torch.uint8)
         for mask, (left, top, right, bottom) in zip(masks, boxes.long().tolist(), strict=True):
@@ -122,7 +127,7 @@ def photographs(size: int, keypoints: bool = False) -> Callable[[], Inputs]:
         if keypoints:
             middle = (boxes[:, :2] + boxes[:, 2:]) / 2
             target["keypoints"] = torch.cat([middle, torch.ones(2, 1)], dim=1)[:, None].repeat(1, 17, 1)
-        return pictures, [{key: value.clone() for key, value in target.items()} for _ in range(BATCH)]
+        return pictures, [{key: value.clone() for key, value in target.items()} for _ in range(count)]
 
     return inputs
 
@@ -131,17 +136,19 @@ def clip(frames: int, size: int) -> Callable[[], Inputs]:
     return lambda: (torch.randn(BATCH, 3, frames, size, size),)
 
 
-def detector(name: str, size: int = 96, **options: Any) -> Case:
+def detector(name: str, size: int = 96, count: int = BATCH, **options: Any) -> Case:
     options = {"num_classes": 4, "weights_backbone": None} | options
     if not name.startswith("ssd"):
         options |= {"min_size": size, "max_size": size}
     if "rcnn" in name:
         options |= {"box_batch_size_per_image": 16, "rpn_post_nms_top_n_train": 50, "rpn_post_nms_top_n_test": 20}
-    return torchvision_case(name, photographs(size, "keypoint" in name), keep_every_box, discrete=True, **options)
+    return torchvision_case(
+        name, photographs(size, "keypoint" in name, count), keep_every_box, discrete=True, **options
+    )
 
 
 TORCHVISION = [
-    torchvision_case("alexnet"),
+    torchvision_case("alexnet", SIZE, narrow_classifier),
     torchvision_case("vgg11", SIZE, narrow_classifier),
     torchvision_case("vgg11_bn", SIZE, narrow_classifier),
     torchvision_case("resnet18"),
@@ -150,7 +157,7 @@ TORCHVISION = [
     torchvision_case("wide_resnet50_2"),
     torchvision_case("squeezenet1_1"),
     torchvision_case("densenet121"),
-    torchvision_case("inception_v3", 80, init_weights=True, aux_logits=False),  # the auxiliary head needs 299x299
+    torchvision_case("inception_v3", 128, init_weights=True, aux_logits=False),  # the auxiliary head needs 299x299
     torchvision_case("googlenet", init_weights=True),
     torchvision_case("shufflenet_v2_x0_5"),
     torchvision_case("mobilenet_v2"),
@@ -173,7 +180,7 @@ TORCHVISION = [
     detector("keypointrcnn_resnet50_fpn", num_classes=2),
     detector("retinanet_resnet50_fpn"),
     detector("fcos_resnet50_fpn"),
-    detector("ssd300_vgg16", 300),
+    detector("ssd300_vgg16", 300, 1),
     detector("ssdlite320_mobilenet_v3_large", 320),
     torchvision_case("r3d_18", clip(4, 32)),
     torchvision_case("mc3_18", clip(4, 32)),
@@ -181,7 +188,7 @@ TORCHVISION = [
     torchvision_case("s3d", clip(16, SIZE), small_average),
     Case("torchvision/mvit", mvit, clip(4, SIZE)),
     torchvision_case("swin3d_t", clip(4, SIZE)),
-    torchvision_case("raft_small", lambda: (picture(128), picture(128), 2)),
+    torchvision_case("raft_small", lambda: (picture(128), picture(128), 2), no_double="makes its grid in float32"),
 ]
 
 TORCHVISION_LEFT_OUT = {"quantization": "integer arithmetic, without gradients; in floating point the models above"}

@@ -7,9 +7,10 @@ In float32 each tensor must be as stock's within a few units in the last place o
 stock in float64 judges: ours may be 1.1 times as far from it as stock is. Where that fails too, stock is asked what
 roundings do to this model: it runs with weights and inputs changed by at most one unit in the last place, some times,
 and ours may err 3 times as much as the worst of these. A rounding also changes the sign of a number that a ReLU sees,
-or the place of a maximum, and with it a gradient by much more than rounding: in one model of three, about. So
-gradients may fail on one input and must then pass on another; outputs and running statistics have no such excuse, apart
-from models that sort or round. Float64 has no such luck: there stock and ours must agree to nine digits.
+or the place of a maximum, and with it a gradient by much more than itself: somewhere in a wide model on every second
+input. So a gradient that fails on one input must pass on another; outputs and running statistics have no such excuse,
+apart from models that sort or round. In float64 none of this
+happens: there stock and ours must agree to nine digits.
 
 The plain run takes FAST from torchvision. PATCHCONV_ALL_MODELS=1 takes all of model_zoo.py and needs torchvision, timm
 and diffusers; one that is missing is then an error. PATCHCONV_MODELS_SPLITS=n forces tiles, PATCHCONV_MODELS_LOG=FILE
@@ -41,16 +42,17 @@ LOG = os.environ.get("PATCHCONV_MODELS_LOG")
 if not ALL:
     pytest.importorskip("torchvision", exc_type=Exception)
 
-ULPS = 16 * torch.finfo(torch.float32).eps
+ULPS = 32 * torch.finfo(torch.float32).eps
 DIGITS = 1e-9
 SAMPLES = 6
-SEEDS = 4
+SEEDS = 5
 RATE = 0.05
 
 FAST = """
     alexnet vgg11_bn resnet18 resnext50_32x4d squeezenet1_1 densenet121 inception_v3 googlenet shufflenet_v2_x0_5
     mobilenet_v2 mobilenet_v3_small mnasnet0_5 regnet_y_400mf efficientnet_b0 convnext_tiny swin_t maxvit
-    deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large fasterrcnn_mobilenet_v3_large_320_fpn r3d_18 s3d mvit raft_small
+    deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large fasterrcnn_mobilenet_v3_large_320_fpn r3d_18 s3d mvit
+    raft_small
 """
 EVERY = [
     *model_zoo.TORCHVISION,
@@ -210,13 +212,16 @@ class Trial:
 
 
 def check_double(trial: Trial, ours: Values) -> None:
-    """Small gradients that would be zero but for rounding are measured by the model's largest."""
+    """Small gradients that would be zero but for rounding are measured by the model's largest; where a model blows
+    roundings up, what it makes of those of float32 says how much.
+    """
     gradients = [t.abs().max().item() for name, t in trial.double.items() if name.startswith("gradient") and t.numel()]
     for name, stock in trial.double.items():
         if stock.is_floating_point() and stock.numel():
             scale = stock.abs().max().item() + 1e-4 * max(gradients)
             error = distance(ours[name], stock)
-            assert error <= DIGITS * scale, f"float64, {name}: differs by {error:.2e}, largest {scale:.2e}"
+            bound = DIGITS * scale + 1e-6 * distance(trial.stock[name], stock)
+            assert error <= bound, f"float64, {name}: differs by {error:.2e}, may by {bound:.2e}, largest {scale:.2e}"
         else:
             assert torch.equal(ours[name], stock), f"float64, {name}"
 
@@ -264,8 +269,9 @@ def test_model(case: Case, mode: str) -> None:
         ours = converted(model)
         verdicts = trial.judge(trial.run(ours))
         judges.update(verdict.partition(":")[0] for verdict in verdicts.values())
-        wrong = {name: verdict for name, verdict in verdicts.items() if verdict.startswith("wrong")}
-        fatal = [name for name in wrong if name.startswith(("output", "buffer")) and not case.discrete]
+        now = {name: verdict for name, verdict in verdicts.items() if verdict.startswith("wrong")}
+        fatal = [name for name in now if name.startswith(("output", "buffer")) and not case.discrete]
+        wrong = now if seed == 0 or fatal else {name: now[name] for name in wrong if name in now}
         if not wrong or fatal:
             break
     if LOG:

@@ -1,7 +1,5 @@
 // Autocast: convolutions run in the lower precision of the device, as torch's own do.
-#include <ATen/autocast_mode.h>
-
-#include "ops/combine.h"
+#include "autocast/lower.h"
 #include "ops/conv_rooms.h"
 
 namespace patchconv {
@@ -17,12 +15,8 @@ struct AutocastRoom {
     const c10::impl::ExcludeDispatchKeyGuard guard(
         at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
     const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(kDevice);
-    auto lower = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
-    // An activation is cast by our own operator, which can make it again; a parameter's cast is cached.
-    const bool activation = input.defined() && !input.is_leaf() && input.requires_grad() &&
-                            input.is_floating_point() && input.scalar_type() != at::kDouble &&
-                            input.device().type() == kDevice;
-    return call_conv(spec, activation ? cast(input, dtype) : lower(input), lower(weight),
+    auto lower = [&](const Tensor& tensor) { return autocast_to(dtype, tensor, kDevice); };
+    return call_conv(spec, lower(input), lower(weight),
                      bias.has_value() ? OptionalTensor(lower(*bias)) : std::nullopt);
   }
 };

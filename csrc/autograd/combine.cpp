@@ -8,6 +8,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
@@ -15,6 +16,7 @@
 #include <algorithm>
 
 #include "autograd/activation.h"
+#include "core/settings.h"
 #include "ops/combine.h"
 #include "ops/handle.h"
 
@@ -22,6 +24,7 @@ namespace patchconv {
 
 using at::Scalar;
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 namespace {
 
@@ -80,6 +83,7 @@ Tensor cat(at::TensorList tensors, int64_t dim) {
     node->parts[i].note(tensors[i]);
     node->lengths.push_back(tensors[i].sym_size(node->dim));
   }
+  if (recompute()) node->hold(tensors);
   LeanNode::attach(y, node);
   return y;
 }
@@ -230,6 +234,59 @@ Tensor cast_autograd(const Tensor& x, at::ScalarType dtype) {
   return y;
 }
 
+// ---------------------------------------------------------------------------------------------------------
+
+// Keeps what stock's does; but its input may come from a producer.
+class LinearBackward final : public LeanNode {
+ public:
+  LinearBackward() : LeanNode("patchconv::LinearBackward") {}
+  Source input, weight;
+  std::vector<c10::SymInt> input_size;
+  bool has_bias = false;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    variable_list grads(has_bias ? 3 : 2);
+    if (task_should_compute_output(0)) grads[0] = grad.matmul(weight.get(*this));
+    const Tensor rows = grad.reshape_symint({-1, grad.sym_size(-1)});
+    if (task_should_compute_output(1)) {
+      grads[1] = rows.t().mm(input.get(*this).reshape_symint({-1, input_size.back()}));
+    }
+    if (has_bias && task_should_compute_output(2)) grads[2] = rows.sum(0);
+    return grads;
+  }
+  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "not cheap: its output is saved"); }
+  std::vector<Source*> sources() override { return {}; }
+  std::vector<Source*> others() override { return {&input, &weight}; }
+};
+
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const bool has_bias = bias.has_value() && bias->defined();
+  auto fits = [&](const Tensor& tensor) { return served(tensor) && tensor.scalar_type() == x.scalar_type(); };
+  if (!needs_node(x, weight, bias) || !served(x) || !fits(weight) || (has_bias && !fits(*bias)) || x.dim() < 2 ||
+      weight.dim() != 2 || x.size(-1) != weight.size(1) || x.numel() == 0 || weight.numel() == 0 || has_tangent(x) ||
+      has_tangent(weight) || has_tangent(bias)) {
+    return at::linear(x, weight, bias);
+  }
+  std::vector<Tensor> edges{x, weight};
+  if (has_bias) edges.push_back(*bias);
+  const auto node = make_node<LinearBackward>(edges);
+  if (weight.requires_grad()) node->input.keep(x);
+  if (x.requires_grad()) node->weight.keep(weight);
+  node->input_size = x.sym_sizes().vec();
+  node->has_bias = has_bias;
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    y = at::linear(x, weight, bias);
+  }
+  LeanNode::attach(y, node);
+  return y;
+}
+
+Tensor stock_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  return at::linear(x, weight, bias);
+}
 Tensor stock_mul(const Tensor& a, const Tensor& b) { return at::mul(a, b); }
 Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return at::add(a, b, alpha); }
 Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
@@ -243,6 +300,7 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("add_", &add_);
   m.impl("mul", &mul);
   m.impl("cast", &cast_autograd);
+  m.impl("linear", &linear);
 }
 
 void stock(torch::Library& m) {
@@ -251,6 +309,7 @@ void stock(torch::Library& m) {
   m.impl("add_", &stock_add_);
   m.impl("mul", &stock_mul);
   m.impl("cast", &stock_cast);
+  m.impl("linear", &stock_linear);
 }
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
 TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }

@@ -100,6 +100,8 @@ void Source::promote() {
   if (!available()) keep(Tensor(noted_->lock()));
 }
 
+bool Source::secure() { return available() || (link_ && link_->producer->secure()); }
+
 bool Source::available() const { return saved_ || (link_ && link_->producer->ready()); }
 
 int64_t Source::cost() const { return link_ && !saved_ ? link_->producer->cost() : 0; }
@@ -151,22 +153,26 @@ int64_t LeanNode::cost() const {
   return sum;
 }
 
-void LeanNode::provide(const Tensor& output) {
-  if (ready()) return;
-  if (may_promote()) {
-    const auto needed = sources();
-    int64_t bytes = 0, writes = numel_;
-    bool possible = known_;
-    for (const Source* source : needed) {
-      possible = possible && source->can_promote();
-      bytes += source->saved_bytes();
-      if (source->available()) writes += source->cost();
-    }
-    if (possible && bytes <= bytes_ && writes <= kMostWrites * numel_) {
-      for (Source* source : needed) source->promote();
-      return;
-    }
+bool LeanNode::secure() {
+  if (released_ || !known_) return false;
+  if (ready()) return true;
+  const auto needed = sources();
+  for (Source* source : needed) source->secure();
+  if (ready()) return true;
+  if (!may_promote()) return false;
+  int64_t bytes = 0, writes = numel_;
+  for (const Source* source : needed) {
+    if (!source->can_promote()) return false;
+    bytes += source->saved_bytes();
+    if (source->available()) writes += source->cost();
   }
+  if (bytes > bytes_ || writes > kMostWrites * numel_) return false;
+  for (Source* source : needed) source->promote();
+  return true;
+}
+
+void LeanNode::provide(const Tensor& output) {
+  if (secure()) return;
   output_.keep_output(output);
   output_saved_ = true;
   output_was_saved();
@@ -205,6 +211,7 @@ variable_list LeanNode::apply(variable_list&& grads) {
   TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
   variable_list result = backward(grads[0]);
   output_.forget();
+  held_.reset();
   for (Source* source : sources()) source->forget();
   for (Source* source : others()) source->forget();
   return result;
@@ -213,13 +220,48 @@ variable_list LeanNode::apply(variable_list&& grads) {
 void LeanNode::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   released_ = true;
+  held_.reset();
   output_.release();
   for (Source* source : sources()) source->release();
   for (Source* source : others()) source->release();
 }
 
+namespace {
+
+// What is held on this thread, and for which node: an address to compare with.
+struct Held {
+  std::weak_ptr<std::vector<Tensor>> operands;
+  const Node* node = nullptr;
+
+  void drop() {
+    if (const auto held = operands.lock()) held->clear();
+    operands.reset();
+    node = nullptr;
+  }
+};
+thread_local Held last_held;
+
+}  // namespace
+
+void LeanNode::hold(at::TensorList operands) {
+  last_held.drop();
+  held_ = std::make_shared<std::vector<Tensor>>(operands.begin(), operands.end());
+  last_held.operands = held_;
+  last_held.node = this;
+}
+
 void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) {
   auto& lean = static_cast<LeanNode&>(*node);
+  if (last_held.node != nullptr && last_held.node != node.get()) {
+    const auto& edges = node->next_edges();
+    const bool goes_on = std::any_of(edges.begin(), edges.end(),
+                                     [](const auto& edge) { return edge.function.get() == last_held.node; });
+    if (goes_on) {
+      last_held.node = node.get();
+    } else {
+      last_held.drop();
+    }
+  }
   if (in_place) {
     torch::autograd::impl::bump_version(output);
     torch::autograd::impl::rebase_history(output, {node, node->add_input_metadata(output)});

@@ -56,6 +56,8 @@ class Source {
   void note(const at::Tensor& tensor);
   void promote();
   bool can_promote() const;
+  // The same of the producer: whether it could be brought to give the tensor without saving that.
+  bool secure();
 
   bool available() const;
   int64_t cost() const;         // elements written by get()
@@ -79,8 +81,10 @@ class LeanNode : public torch::autograd::Node {
  public:
   // Called in forward by consumers with this node's output. From then on value() gives it.
   void provide(const at::Tensor& output);
-  // Whether it could without keeping more, and the elements that value() writes.
+  // Whether it can without keeping more, or (secure) by keeping operands in the output's place; and the elements
+  // that value() writes.
   bool ready() const;
+  bool secure();
   int64_t cost() const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, as it was made
   at::Tensor value(bool* fresh = nullptr);
@@ -90,6 +94,9 @@ class LeanNode : public torch::autograd::Node {
   void release_variables() final;
   // Sets this node as the output's grad_fn, or (`in_place`) puts it at the end of what the output was.
   static void attach(const at::Tensor& output, const NodePtr& node, bool in_place = false);
+  // Keeps operands alive that are only noted, until the next node of this thread that does not come from this one:
+  // a concatenation's parts often have no other owner by the time its consumer asks for them.
+  void hold(at::TensorList operands);
 
  protected:
   explicit LeanNode(const char* name) : name_(name) {}
@@ -101,7 +108,7 @@ class LeanNode : public torch::autograd::Node {
   // What rebuild() reads, and what backward() reads besides.
   virtual std::vector<Source*> sources() = 0;
   virtual std::vector<Source*> others() { return {}; }
-  // Whether tensors that are only noted may be saved in the output's place.
+  // Whether operands that are only noted may be saved in the output's place.
   virtual bool may_promote() const { return false; }
   // The output was saved: what backward() can do without now may be released.
   virtual void output_was_saved() {}
@@ -117,6 +124,7 @@ class LeanNode : public torch::autograd::Node {
   const void* storage_ = nullptr;
   std::vector<int64_t> strides_;
   bool output_saved_ = false;
+  std::shared_ptr<std::vector<at::Tensor>> held_;
   Source output_;
   std::mutex last_mutex_;
   std::optional<WeakTensor> last_;  // the value made last: shared while somebody uses it

@@ -129,9 +129,13 @@ class BatchNormBackward final : public NormNode {
     if (keeps_input) {
       const Tensor x = input.get(*this);
       const Tensor invstd = inverse_deviation(variance, eps);
-      const auto [grad_input, grad_weight, grad_bias] =
-          training ? at::native_batch_norm_backward(grad, x, w, {}, {}, average, invstd, true, eps, want)
-                   : at::native_batch_norm_backward(grad, x, w, average, variance, {}, {}, false, eps, want);
+      // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics in half.
+      const Tensor scale = w.defined() ? w.to(average.scalar_type()) : w;
+      auto [grad_input, grad_weight, grad_bias] =
+          training ? at::native_batch_norm_backward(grad, x, scale, {}, {}, average, invstd, true, eps, want)
+                   : at::native_batch_norm_backward(grad, x, scale, average, variance, {}, {}, false, eps, want);
+      if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
+      if (want[2]) grad_bias = grad_bias.to(get_bias().scalar_type());
       return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);
     }
     Tensor grad_input, grad_bias;
@@ -309,10 +313,15 @@ class RmsNormBackward final : public NormNode {
  protected:
   variable_list backward(const Tensor& grad) override {
     return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor&) {
-      return at::rms_norm_symint(x, shape, w, epsilon);
+      return value(x, w);
     });
   }
-  Tensor rebuild() override { return at::rms_norm_symint(input.get(*this), shape, get_weight(), epsilon); }
+  Tensor rebuild() override { return value(input.get(*this), get_weight()); }
+
+ private:
+  Tensor value(const Tensor& x, const Tensor& w) const {
+    return at::rms_norm_symint(x, shape, w.defined() ? OptionalTensor(w) : std::nullopt, epsilon);
+  }
 };
 
 Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,

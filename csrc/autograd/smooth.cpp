@@ -43,7 +43,11 @@ struct Silu {
   static constexpr const char* kName = "patchconv::SiluBackward";
   static Tensor value(const Tensor& x, const Numbers&) { return at::silu(x); }
   static Tensor& value_(Tensor& x, const Numbers&) { return at::silu_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) { return at::silu_backward(grad, x); }
+  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
+    if (!at::GradMode::is_enabled()) return at::silu_backward(grad, x);
+    const Tensor s = at::sigmoid(x);  // stock's operator has no derivative
+    return grad.mul(s.mul(x.mul(s.neg().add(1)).add(1)));
+  }
 };
 
 struct Gelu {
@@ -86,7 +90,11 @@ struct Mish {
   static constexpr const char* kName = "patchconv::MishBackward";
   static Tensor value(const Tensor& x, const Numbers&) { return at::mish(x); }
   static Tensor& value_(Tensor& x, const Numbers&) { return at::mish_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) { return at::mish_backward(grad, x); }
+  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
+    if (!at::GradMode::is_enabled()) return at::mish_backward(grad, x);
+    const Tensor t = at::tanh(at::softplus(x));  // stock's operator has no derivative
+    return grad.mul(t.add(x.mul(at::sigmoid(x)).mul(t.mul(t).neg().add(1))));
+  }
 };
 
 struct Sigmoid {

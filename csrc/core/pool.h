@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <span>
+#include <vector>
 
 #include "core/geometry.h"
 
@@ -77,35 +79,6 @@ struct PoolDim {
   }
 };
 
-// The windows of output 0, 1, 2... without a division each.
-class PoolWalk {
- public:
-  explicit PoolWalk(const PoolDim& dim)
-      : step_(dim.adaptive ? dim.in / dim.out : dim.stride),
-        rest_(dim.adaptive ? dim.in % dim.out : 0),
-        out_(dim.out),
-        fixed_taps_(dim.adaptive ? 0 : dim.kernel),
-        start_(dim.adaptive ? 0 : -dim.padding) {}
-
-  int64_t start() const { return start_; }
-  int64_t taps() const {
-    const int64_t rest = fraction_ + rest_;
-    return fixed_taps_ > 0 ? fixed_taps_ : step_ + (rest > 0) + (rest > out_);
-  }
-  void next() {
-    start_ += step_;
-    fraction_ += rest_;
-    if (fraction_ >= out_) {
-      fraction_ -= out_;
-      ++start_;
-    }
-  }
-
- private:
-  int64_t step_, rest_, out_, fixed_taps_, start_;
-  int64_t fraction_ = 0;  // of start, in units of 1 / out
-};
-
 // A pooling of tensors laid out as (outer, depth, height, width, inner): planes and 1 where they are
 // contiguous, images and channels in channels-last formats.
 struct Pool {
@@ -155,64 +128,118 @@ struct PoolRow {
   }
 };
 
-// Ways from a window's start to its taps, for windows of at most 256 positions that all lie where some tap
-// meets the input.
-class PoolTable {
- public:
-  PoolTable() = default;  // none
-  explicit PoolTable(const Pool& pool) : height_(pool.height().kernel), width_(pool.width().kernel) {
-    for (int64_t lines = std::max<int64_t>(1, height_ - 1); lines <= height_; ++lines) {
-      for (int64_t taps = std::max<int64_t>(1, width_ - 1); taps <= width_; ++taps) {
-        int64_t* way = ways_[height_ - lines][width_ - taps].data();
+// Calls visit(tap, position in the plane) for a window's taps inside the input, in scan order.
+template <typename Visit>
+[[gnu::always_inline]] inline void each_tap(const Pool& pool, const PoolRow& row, const PoolWindow& column,
+                                            Visit visit) {
+  for (int64_t d = row.depth.inside.begin; d < row.depth.inside.end; ++d) {
+    for (int64_t h = row.height.inside.begin; h < row.height.inside.end; ++h) {
+      const int64_t line = row.depth.coordinate(d) * pool.height().in + row.height.coordinate(h);
+      for (int64_t w = column.inside.begin; w < column.inside.end; ++w) {
+        visit((d * row.height.taps + h) * column.taps + w, line * pool.width().in + column.coordinate(w));
+      }
+    }
+  }
+}
+
+// How values compare: a value wins whose key is greater than the best so far or that is not a number. So of
+// equal maxima the first is kept and of several NaN the last, as stock PyTorch does. `settle` makes the key
+// of a winner that only NaN beat.
+template <typename T>
+struct PoolOrder {
+  using Raw = T;
+  using Key = T;
+  static Raw lowest() { return -std::numeric_limits<T>::infinity(); }
+  static Key key(Raw value) { return value; }
+  static bool is_nan(Raw value) { return value != value; }
+  static Key settle(Key key, bool) { return key; }
+  template <typename V>
+  static V choose(bool first, V a, V b) {
+    return first ? a : b;
+  }
+};
+
+// Half types, given by the bits of their infinity, compare as integers of their own width; two zeros are
+// equal. Choices are made without a condition: compilers do not always see that a loop with one can be
+// vectorised.
+template <int16_t kInfinity>
+struct HalfPoolOrder {
+  using Raw = uint16_t;
+  using Key = int16_t;
+  static Raw lowest() { return 0x8000 | kInfinity; }
+  static Key key(Raw value) {
+    const Key sign = static_cast<Key>(value) >> 15;
+    return static_cast<Key>(((value & 0x7fff) ^ sign) - sign);
+  }
+  static bool is_nan(Raw value) { return static_cast<Key>(value & 0x7fff) > kInfinity; }
+  static Key settle(Key key, bool nan) { return choose<Key>(nan, 0x7fff, key); }
+  template <typename V>
+  static V choose(bool first, V a, V b) {
+    return b ^ ((a ^ b) & static_cast<V>(-static_cast<V>(first)));
+  }
+};
+
+// How offsets lead to places.
+enum class Follow {
+  kPlain,   // by the table: one channel, windows of regular width
+  kTable,   // by the table
+  kDivide,  // by division: windows of more positions, or some that meet nothing but padding
+};
+
+// For windows of at most 256 positions: from a window's first tap to the tap that an offset means.
+struct PoolTable {
+  struct Column {
+    int64_t start = 0, taps = 0;
+  };
+  // By how many lines, and taps a line, a window has less than the largest; then by offset.
+  std::array<std::array<std::array<int64_t, 256>, 2>, 2> ways{};
+  std::vector<Column> columns;
+
+  PoolTable(const Pool& pool, Follow follow) {
+    if (follow == Follow::kDivide) return;
+    const PoolDim& height = pool.height();
+    const PoolDim& width = pool.width();
+    for (int64_t fewer_lines = 0; fewer_lines < 2; ++fewer_lines) {
+      for (int64_t fewer_taps = 0; fewer_taps < 2; ++fewer_taps) {
+        int64_t* way = ways[fewer_lines][fewer_taps].data();
         for (int64_t d = 0; d < pool.depth().kernel; ++d) {
-          for (int64_t h = 0; h < lines; ++h) {
-            for (int64_t w = 0; w < taps; ++w) {
-              *way++ = (d * pool.depth().dilation * pool.height().in + h * pool.height().dilation) *
-                           pool.width().in +
-                       w * pool.width().dilation;
+          for (int64_t h = 0; h < height.kernel - fewer_lines; ++h) {
+            for (int64_t w = 0; w < width.kernel - fewer_taps; ++w) {
+              *way++ = (d * pool.depth().dilation * height.in + h * height.dilation) * width.in +
+                       w * width.dilation;
             }
           }
         }
       }
     }
+    if (follow == Follow::kPlain) return;
+    for (int64_t w = 0; w < width.out; ++w) columns.push_back({width.start(w), width.taps(w)});
   }
-
-  // For windows of so many lines and taps a line, by offset.
-  const int64_t* ways(int64_t lines, int64_t taps) const {
-    return ways_[height_ - lines][width_ - taps].data();
-  }
-
- private:
-  int64_t height_ = 0, width_ = 0;
-  std::array<std::array<std::array<int64_t, 256>, 2>, 2> ways_{};
 };
 
-// How offsets are followed.
-enum class Follow {
-  kPlain,   // one channel, regular windows: the table
-  kTable,   // the table
-  kDivide,  // windows of more positions, or some that meet nothing but padding
-};
-
-// Calls visit(element, position in the plane, channel, inside) for channels [c0, c1) of one row's maxima.
+// Calls visit(element, position, place, inside) for channels [c0, c1) of one row's maxima: the position is
+// the flat index in the plane, the place that of the element in (plane, inner).
 template <Follow kFollow, typename Offset, typename Visit>
 inline void each_maximum(const Pool& pool, const PoolTable& table, int64_t number, int64_t c0, int64_t c1,
                          const Offset* offsets, Visit visit) {
   const PoolRow row(pool, number);
   const PoolDim& width = pool.width();
   const int64_t line = (row.depth.start * pool.height().in + row.height.start) * width.in;
+  const auto& ways = table.ways[kFollow == Follow::kDivide ? 0 : pool.height().kernel - row.height.taps];
   int64_t first = number * width.out * pool.inner;
   if constexpr (kFollow == Follow::kPlain) {
-    const int64_t* ways = table.ways(row.height.taps, width.kernel);
     for (int64_t w = 0; w < width.out; ++w, ++first) {
-      visit(first, line + w * width.stride - width.padding + ways[offsets[first]], 0, true);
+      const int64_t position = line + w * width.stride - width.padding + ways[0][offsets[first]];
+      visit(first, position, position, true);
     }
   } else if constexpr (kFollow == Follow::kTable) {
-    PoolWalk column(width);
-    for (int64_t w = 0; w < width.out; ++w, column.next(), first += pool.inner) {
-      const int64_t* ways = table.ways(row.height.taps, column.taps());
-      const int64_t start = line + column.start();
-      for (int64_t c = c0; c < c1; ++c) visit(first + c, start + ways[offsets[first + c]], c, true);
+    for (const PoolTable::Column& column : table.columns) {
+      const int64_t* way = ways[width.kernel - column.taps].data();
+      for (int64_t c = c0; c < c1; ++c) {
+        const int64_t position = line + column.start + way[offsets[first + c]];
+        visit(first + c, position, position * pool.inner + c, true);
+      }
+      first += pool.inner;
     }
   } else {
     for (int64_t w = 0; w < width.out; ++w, first += pool.inner) {
@@ -226,7 +253,8 @@ inline void each_maximum(const Pool& pool, const PoolTable& table, int64_t numbe
         const int64_t z = row.depth.coordinate(offset / taps / lines);
         const bool inside =
             x >= 0 && x < width.in && y >= 0 && y < pool.height().in && z >= 0 && z < pool.depth().in;
-        visit(first + c, (z * pool.height().in + y) * width.in + x, c, inside);
+        const int64_t position = (z * pool.height().in + y) * width.in + x;
+        visit(first + c, position, position * pool.inner + c, inside);
       }
     }
   }

@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <tuple>
 #include <type_traits>
@@ -37,38 +38,17 @@ using c10::irange;
 
 namespace {
 
-constexpr int64_t kLanes = 1024;     // columns (channels last: channels) whose maxima are found side by side
-constexpr int64_t kFewLanes = 4;     // fewer are done one by one
-constexpr int64_t kGrain = 32768;    // taps or elements below which another thread does not pay
-constexpr int64_t kPiece = 1 << 20;  // elements of a half type's gradient that are summed at once
+constexpr int64_t kLanes = 1024;   // columns (channels last: channels) whose maxima are found side by side
+constexpr int64_t kFewLanes = 4;   // fewer are done one by one
+constexpr int64_t kGrain = 32768;  // taps or elements below which another thread does not pay
+constexpr int64_t kPiece = 1 << 22;  // elements of a half type's gradient that are summed at once
 
-// How values compare. Halves are compared as integers of their own width: twice the lanes of floats.
 template <typename scalar_t>
-struct Order {
-  using Raw = scalar_t;
-  using Key = scalar_t;
-  static Key key(Raw value) { return value; }
-  static Raw lowest() { return -std::numeric_limits<scalar_t>::infinity(); }
-  static bool wins(Key key, Key best) { return (key > best) | (key != key); }
-};
-
-template <uint16_t kInfinity>
-struct HalfOrder {
-  using Raw = uint16_t;
-  using Key = int16_t;
-  static constexpr Key kNan = 0x7fff;
-  static Key key(Raw value) {
-    const int16_t size = value & 0x7fff;
-    const int16_t sign = static_cast<int16_t>(value) >> 15;
-    return size > kInfinity ? kNan : static_cast<int16_t>((size ^ sign) - sign);
-  }
-  static Raw lowest() { return 0x8000 | kInfinity; }
-  static bool wins(Key key, Key best) { return (key > best) | (key == kNan); }
-};
+struct Order : PoolOrder<scalar_t> {};
 template <>
-struct Order<c10::Half> : HalfOrder<0x7c00> {};
+struct Order<c10::Half> : HalfPoolOrder<0x7c00> {};
 template <>
-struct Order<c10::BFloat16> : HalfOrder<0x7f80> {};
+struct Order<c10::BFloat16> : HalfPoolOrder<0x7f80> {};
 
 // Tap numbers are as wide as the values where they fit, for loops over both.
 template <typename scalar_t, typename Tap>
@@ -94,8 +74,8 @@ PATCHCONV_INLINE inline void put_offsets(const Tap* taps, int64_t lanes, void* o
   put(static_cast<int32_t*>(offsets) + at);
 }
 
-// Windows side by side whose values lie `step` apart (kStep, where that is not zero): the first is `column`,
-// the first output element `at`.
+// The windows of `lanes` output elements from `at` on, whose values lie `step` apart (kStep, where that is
+// not zero); `column` is the first.
 template <int64_t kStep, typename scalar_t, typename Tap>
 PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
                                         const PoolWindow& column, int64_t channel, int64_t step,
@@ -112,27 +92,22 @@ PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const Poo
     taps[l] = static_cast<Tap>(row.first_tap(column));
     if constexpr (!kKeyIsValue) value[l] = Compare::lowest();
   }
-  const Pool& pool = job.pool;
+  const int64_t inner = job.pool.inner;
   const int64_t stride = kStep ? kStep : step;
-  const Raw* plane = job.input + row.outer * pool.plane() * pool.inner + channel;
-  for (int64_t d = row.depth.inside.begin; d < row.depth.inside.end; ++d) {
-    for (int64_t h = row.height.inside.begin; h < row.height.inside.end; ++h) {
-      const int64_t line =
-          (row.depth.coordinate(d) * pool.height().in + row.height.coordinate(h)) * pool.width().in;
-      for (int64_t w = column.inside.begin; w < column.inside.end; ++w) {
-        const Raw* in = plane + (line + column.coordinate(w)) * pool.inner;
-        const Tap tap = static_cast<Tap>((d * row.height.taps + h) * column.taps + w);
-        for (int64_t l = 0; l < lanes; ++l) {
-          const Raw v = in[l * stride];
-          const Key key = Compare::key(v);
-          const bool wins = Compare::wins(key, best[l]);
-          best[l] = wins ? key : best[l];
-          taps[l] = wins ? tap : taps[l];
-          if constexpr (!kKeyIsValue) value[l] = wins ? v : value[l];
-        }
-      }
+  const Raw* plane = job.input + row.outer * job.pool.plane() * inner + channel;
+  each_tap(job.pool, row, column, [&](int64_t number, int64_t position) PATCHCONV_INLINE {
+    const Raw* in = plane + position * inner;
+    const Tap tap = static_cast<Tap>(number);
+    for (int64_t l = 0; l < lanes; ++l) {
+      const Raw v = in[l * stride];
+      const Key key = Compare::key(v);
+      const bool nan = Compare::is_nan(v);
+      const bool wins = (key > best[l]) | nan;
+      best[l] = Compare::choose(wins, Compare::settle(key, nan), best[l]);
+      taps[l] = Compare::choose(wins, tap, taps[l]);
+      if constexpr (!kKeyIsValue) value[l] = Compare::choose(wins, v, value[l]);
     }
-  }
+  });
   for (int64_t l = 0; l < lanes; ++l) {
     if constexpr (kKeyIsValue) {
       job.output[at + l] = best[l];
@@ -141,6 +116,28 @@ PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const Poo
     }
   }
   put_offsets(taps, lanes, job.offsets, job.offset_bytes, at);
+}
+
+// One window of a plane.
+template <typename scalar_t, typename Tap>
+PATCHCONV_INLINE inline void pool_window(const Job<scalar_t, Tap>& job, const PoolRow& row,
+                                         const PoolWindow& column, int64_t at) {
+  using Compare = Order<scalar_t>;
+  const auto* plane = job.input + row.outer * job.pool.plane();
+  auto value = Compare::lowest();
+  auto best = Compare::key(value);
+  Tap winner = static_cast<Tap>(row.first_tap(column));
+  each_tap(job.pool, row, column, [&](int64_t tap, int64_t position) PATCHCONV_INLINE {
+    const auto v = plane[position];
+    const auto key = Compare::key(v);
+    const bool nan = Compare::is_nan(v);
+    const bool wins = (key > best) | nan;
+    best = wins ? Compare::settle(key, nan) : best;
+    winner = wins ? static_cast<Tap>(tap) : winner;
+    value = wins ? v : value;
+  });
+  job.output[at] = value;
+  put_offsets(&winner, 1, job.offsets, job.offset_bytes, at);
 }
 
 // A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
@@ -164,7 +161,7 @@ PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t un
   for (int64_t w = all.begin; w < all.end; w = w == inside.begin ? inside.end : w + 1) {
     const PoolWindow column = width.window(w);
     if (w != inside.begin) {
-      pool_lanes<1>(job, row, column, 0, 1, 1, first + w);
+      pool_window(job, row, column, first + w);
     } else if (width.stride == 1) {
       pool_lanes<1>(job, row, column, 0, 1, inside.size(), first + w);
     } else if (width.stride == 2) {
@@ -206,33 +203,35 @@ void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const
 // Calls body(each), where each(row, c0, c1, visit) is each_maximum for these offsets.
 template <typename Body>
 void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
-  const bool bytes = offsets.scalar_type() == at::kByte;
-  const bool table = bytes && pool.positions() <= 256 && !pool.has_empty_window();
-  const PoolTable ways = table ? PoolTable(pool) : PoolTable();
+  const bool table = offsets.scalar_type() == at::kByte && pool.positions() <= 256 && !pool.has_empty_window();
+  const bool plain = pool.inner == 1 && !pool.width().adaptive;
+  const PoolTable ways(pool, !table ? Follow::kDivide : plain ? Follow::kPlain : Follow::kTable);
   auto follow = [&]<Follow kFollow, typename Offset>() {
     const Offset* data = offsets.const_data_ptr<Offset>();
     body([&pool, &ways, data](int64_t row, int64_t c0, int64_t c1, auto visit) {
       each_maximum<kFollow>(pool, ways, row, c0, c1, data, visit);
     });
   };
-  if (table && pool.inner == 1 && !pool.width().adaptive) {
-    follow.template operator()<Follow::kPlain, uint8_t>();
-  } else if (table) {
-    follow.template operator()<Follow::kTable, uint8_t>();
-  } else if (bytes) {
-    follow.template operator()<Follow::kDivide, uint8_t>();
-  } else if (offsets.scalar_type() == at::kUInt16) {
-    follow.template operator()<Follow::kDivide, uint16_t>();
-  } else {
-    follow.template operator()<Follow::kDivide, int32_t>();
-  }
+  if (table && plain) return follow.template operator()<Follow::kPlain, uint8_t>();
+  if (table) return follow.template operator()<Follow::kTable, uint8_t>();
+  if (offsets.scalar_type() == at::kByte) return follow.template operator()<Follow::kDivide, uint8_t>();
+  if (offsets.scalar_type() == at::kUInt16) return follow.template operator()<Follow::kDivide, uint16_t>();
+  follow.template operator()<Follow::kDivide, int32_t>();
 }
 
-template <typename Body>
-void for_rows(const Pool& pool, Body body) {
-  const int64_t size = std::max<int64_t>(1, pool.width().out * pool.inner);
-  at::parallel_for(0, pool.rows(), std::max<int64_t>(1, kGrain / size), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) body(row);
+// visit(start of the plane, element, position, place, inside) for all of the output, in parallel.
+template <typename Visit>
+void for_all(const Pool& pool, const Tensor& offsets, Visit visit) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, pool.width().out * pool.inner));
+  with_offsets(pool, offsets, [&](auto each) {
+    at::parallel_for(0, pool.rows(), grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t plane = row / pool.rows_per_plane() * pool.plane() * pool.inner;
+        each(row, 0, pool.inner, [=](int64_t element, int64_t position, int64_t place, bool inside) {
+          visit(plane, element, position, place, inside);
+        });
+      }
+    });
   });
 }
 
@@ -246,6 +245,7 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
   Raw* to = static_cast<Raw*>(result.mutable_data_ptr());
   const int64_t inner = pool.inner;
   const int64_t plane = pool.plane();
+  const int64_t rows = pool.rows_per_plane();
   const int64_t pieces = at::divup(at::get_num_threads(), std::max<int64_t>(1, pool.outer));
   const int64_t block = at::divup(at::divup(inner + 1, pieces), kCacheLine) * kCacheLine;
   const int64_t blocks = at::divup(inner, block);
@@ -257,20 +257,17 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
         const int64_t c0 = task % blocks * block;
         const int64_t c1 = std::min(inner, c0 + block);
         Raw* sums = to + outer * plane * inner;
-        if (blocks == 1) {
-          std::fill_n(sums, plane * inner, Raw(0));
-        } else {
-          for (int64_t i = 0; i < plane; ++i) std::fill_n(sums + i * inner + c0, c1 - c0, Raw(0));
+        const int64_t runs = blocks == 1 ? 1 : plane;
+        for (int64_t i = 0; i < runs; ++i) {
+          std::memset(sums + i * inner + c0, 0, (c1 - c0) * (plane / runs) * sizeof(Raw));
         }
-        const int64_t rows = pool.rows_per_plane();
         for (int64_t row = outer * rows; row < (outer + 1) * rows; ++row) {
-          each(row, c0, c1, [=](int64_t element, int64_t position, int64_t channel, bool inside) {
+          each(row, c0, c1, [=](int64_t element, int64_t, int64_t place, bool inside) {
             if (!inside) return;
-            Raw& sum = sums[position * inner + channel];
             if constexpr (std::is_same_v<Raw, scalar_t>) {
-              sum += from[element];
+              sums[place] += from[element];
             } else {
-              sum = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
+              sums[place] = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
             }
           });
         }
@@ -282,12 +279,11 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
 Pool make_pool(IntArrayRef input, IntArrayRef output, IntArrayRef kernel, IntArrayRef stride,
                IntArrayRef padding, IntArrayRef dilation, at::MemoryFormat format) {
   TORCH_CHECK(input.size() >= 3 && input.size() <= 5 && input.size() == output.size(),
-              "patchconv: pooling takes (N, C, spatial...) of 1 to 3 dimensions, got ", input, " and ",
-              output);
+              "patchconv: pooling takes (N, C, spatial...) of 1 to 3 dimensions, got ", input, " and ", output);
   const size_t dims = kernel.empty() ? 0 : input.size() - 2;
-  TORCH_CHECK(
-      kernel.size() == dims && stride.size() >= dims && padding.size() >= dims && dilation.size() >= dims,
-      "patchconv: pooling takes a kernel, stride, padding and dilation for each dimension");
+  TORCH_CHECK(kernel.size() == dims && stride.size() >= dims && padding.size() >= dims &&
+                  dilation.size() >= dims,
+              "patchconv: pooling takes a kernel, stride, padding and dilation for each dimension");
   for (const auto d : irange(dims)) {
     TORCH_CHECK(kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0,
                 "patchconv: pooling's kernel, stride and dilation must be positive");
@@ -335,15 +331,10 @@ Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef ker
     using Raw = typename Order<scalar_t>::Raw;
     const Raw* from = static_cast<const Raw*>(dense.const_data_ptr());
     Raw* to = static_cast<Raw*>(output.mutable_data_ptr());
-    with_offsets(pool, offsets.contiguous(format), [&](auto each) {
-      for_rows(pool, [&](int64_t row) {
-        const int64_t inner = pool.inner;
-        const Raw* plane = from + row / pool.rows_per_plane() * pool.plane() * inner;
-        each(row, 0, inner, [=](int64_t element, int64_t position, int64_t channel, bool inside) {
-          to[element] = inside ? plane[position * inner + channel] : Order<scalar_t>::lowest();
-        });
-      });
-    });
+    for_all(pool, offsets.contiguous(format),
+            [=](int64_t plane, int64_t element, int64_t, int64_t place, bool inside) {
+              to[element] = inside ? from[plane + place] : Order<scalar_t>::lowest();
+            });
   });
   return output;
 }
@@ -386,12 +377,8 @@ Tensor max_pool_indices(const Tensor& offsets, IntArrayRef input_size, IntArrayR
   const Pool pool = make_pool(input_size, offsets.sizes(), kernel, stride, padding, dilation, format);
   const Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
   int64_t* to = indices.mutable_data_ptr<int64_t>();
-  with_offsets(pool, offsets.contiguous(format), [&](auto each) {
-    for_rows(pool, [&](int64_t row) {
-      each(row, 0, pool.inner,
-           [=](int64_t element, int64_t position, int64_t, bool) { to[element] = position; });
-    });
-  });
+  for_all(pool, offsets.contiguous(format),
+          [=](int64_t, int64_t element, int64_t position, int64_t, bool) { to[element] = position; });
   return indices;
 }
 

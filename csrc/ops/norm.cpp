@@ -153,7 +153,12 @@ Tensor normalize(const Tensor& input, const OptionalTensor& weight, const Option
                  const Tensor& invstd, bool relu) {
   static const auto op = handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
                                        const Tensor&, bool)>("_normalize");
-  return op.call(input, weight, bias, mean, invstd, relu);
+  const auto dtype = mean.scalar_type();
+  auto parameter = [&](const OptionalTensor& tensor) -> OptionalTensor {
+    if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
+    return tensor->scalar_type() == dtype ? *tensor : tensor->to(dtype);
+  };
+  return op.call(input, parameter(weight), parameter(bias), mean, invstd, relu);
 }
 
 Tensor inverse_deviation(const Tensor& var, double eps) { return var.add(eps).rsqrt_(); }

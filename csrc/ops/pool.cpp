@@ -45,21 +45,20 @@ Pool windows_of(const PoolSpec& spec, IntArrayRef input, IntArrayRef output) {
 // Flat indices into the input's grid from offsets, or offsets from them: dimension by dimension.
 struct Grid {
   Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device) : sizes(input.vec()) {
-    const Pool pool = windows_of(spec, input, output);
     const size_t dims = output.size();
     for (size_t d = 0; d < dims; ++d) {
-      const PoolDim& dim = pool.dims[3 - dims + d];
       std::vector<int64_t> starts, taps, shape(dims, 1);
-      PoolWalk window(dim);
-      for (int64_t o = 0; o < dim.out; ++o, window.next()) {
-        starts.push_back(window.start());
-        taps.push_back(window.taps());
+      for (int64_t o = 0; o < output[d]; ++o) {
+        const int64_t from = o * input[d] / output[d];
+        starts.push_back(spec.kernel.empty() ? from : o * spec.stride[d] - spec.padding[d]);
+        taps.push_back(spec.kernel.empty() ? ((o + 1) * input[d] + output[d] - 1) / output[d] - from
+                                           : spec.kernel[d]);
       }
-      shape[d] = dim.out;
+      shape[d] = output[d];
       const auto options = at::TensorOptions().dtype(at::kLong);
       begin.push_back(at::tensor(starts, options).to(device).view(shape));
       width.push_back(at::tensor(taps, options).to(device).view(shape));
-      step.push_back(dim.dilation);
+      step.push_back(spec.kernel.empty() ? 1 : spec.dilation[d]);
     }
   }
   Tensor indices(const Tensor& offsets) const {

@@ -1,0 +1,283 @@
+"""Every lean layer against its stock class: values, gradients, state, and what it keeps.
+
+Where both sides call the same arithmetic the results must be the same bits. Batch and instance norm have arithmetic of
+their own on the CPU: there the error to float64 must be no larger than stock's times 1.1, or a rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import patchconv_native as pc
+
+IMAGE, LINE, VOLUME = (2, 6, 9, 7), (2, 6, 11), (2, 4, 5, 6, 5)
+Case = tuple[type[nn.Module], tuple[Any, ...], dict[str, Any], tuple[int, ...]]
+
+POINTWISE: list[Case] = [
+    *((cls, (), {"inplace": inplace}, IMAGE) for cls in (nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Mish, nn.ELU,
+      nn.SELU, nn.CELU, nn.Hardsigmoid, nn.LeakyReLU, nn.Hardtanh) for inplace in (False, True)),
+    *((nn.Threshold, numbers, {"inplace": inplace}, IMAGE) for numbers in ((0.1, 0.0), (0.1, 7.0), (-0.3, -2.0))
+      for inplace in (False, True)),
+    (nn.LeakyReLU, (-0.5,), {}, IMAGE), (nn.LeakyReLU, (0.0,), {}, IMAGE), (nn.Hardtanh, (-0.5, 0.25), {}, IMAGE),
+    (nn.ELU, (0.3,), {}, LINE), (nn.CELU, (0.3,), {}, LINE), (nn.GELU, (), {}, IMAGE), (nn.GELU, ("tanh",), {}, IMAGE),
+    (nn.Softplus, (), {}, IMAGE), (nn.Softplus, (2.0, 3.0), {}, IMAGE), (nn.Sigmoid, (), {}, IMAGE),
+    (nn.Tanh, (), {}, IMAGE), (nn.PReLU, (), {}, IMAGE), (nn.PReLU, (6,), {}, IMAGE), (nn.PReLU, (), {}, (5,)),
+]  # fmt: skip
+POOLS: list[Case] = [
+    *((cls, (), options, shape) for cls, shape in ((nn.MaxPool1d, LINE), (nn.MaxPool2d, IMAGE), (nn.MaxPool3d, VOLUME))
+      for options in ({"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1},
+                      {"kernel_size": 2, "stride": 1, "dilation": 2},
+                      {"kernel_size": 3, "stride": 2, "ceil_mode": True})),
+    (nn.MaxPool2d, ((3, 2), (1, 2), (1, 0)), {}, IMAGE), (nn.MaxPool2d, (17, 1, 8), {}, (1, 1, 20, 20)),
+    (nn.AdaptiveMaxPool1d, (4,), {}, LINE), (nn.AdaptiveMaxPool2d, ((4, None),), {}, IMAGE),
+    (nn.AdaptiveMaxPool2d, (1,), {}, (1, 2, 20, 20)), (nn.AdaptiveMaxPool3d, ((2, 3, 4),), {}, VOLUME),
+    (nn.AvgPool1d, (3, 2, 1), {}, LINE), (nn.AvgPool2d, (3, 2, 1), {"count_include_pad": False}, IMAGE),
+    (nn.AvgPool2d, ((2, 3),), {"ceil_mode": True, "divisor_override": 5}, IMAGE), (nn.AvgPool3d, (2,), {}, VOLUME),
+    (nn.AdaptiveAvgPool1d, (4,), {}, LINE), (nn.AdaptiveAvgPool2d, ((4, None),), {}, IMAGE),
+    (nn.AdaptiveAvgPool2d, (1,), {}, IMAGE), (nn.AdaptiveAvgPool3d, ((2, 3, 1),), {}, VOLUME),
+]  # fmt: skip
+SAME_NORMS: list[Case] = [
+    (nn.GroupNorm, (3, 6), {}, IMAGE), (nn.GroupNorm, (1, 6), {"affine": False}, LINE),
+    (nn.LayerNorm, (7,), {}, IMAGE), (nn.LayerNorm, ((9, 7),), {"elementwise_affine": False}, IMAGE),
+    (nn.LayerNorm, (7,), {"bias": False}, IMAGE), (nn.RMSNorm, (7,), {}, IMAGE),
+    (nn.LocalResponseNorm, (3,), {}, IMAGE), (nn.Linear, (7, 5), {}, IMAGE), (nn.Linear, (7, 5), {"bias": False}, (4, 7)),
+]  # fmt: skip
+OWN_NORMS: list[Case] = [
+    (cls, (shape[1],), options, shape)
+    for (cls, shape), options in itertools.product(
+        ((nn.BatchNorm1d, LINE), (nn.BatchNorm1d, (5, 6)), (nn.BatchNorm2d, IMAGE), (nn.BatchNorm3d, VOLUME),
+         (nn.SyncBatchNorm, IMAGE), (nn.InstanceNorm1d, LINE), (nn.InstanceNorm2d, IMAGE), (nn.InstanceNorm3d, VOLUME)),
+        ({}, {"affine": False}, {"momentum": None}, {"track_running_stats": False},
+         {"affine": True, "track_running_stats": True, "eps": 1e-3}),
+    ) if not (issubclass(cls, nn.modules.instancenorm._InstanceNorm) and options.get("momentum", 0) is None)
+]  # fmt: skip
+
+
+def name_of(case: Any) -> str:
+    if not isinstance(case, tuple):
+        return str(case).removeprefix("torch.")
+    cls, args, options, shape = case
+    words = [cls.__name__, *map(str, args), *(f"{k}={v}" for k, v in options.items()), f"{len(shape)}-D"]
+    return " ".join(words)
+
+
+def pair(case: Case, device: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    cls, args, options, _ = case
+    torch.manual_seed(5)
+    stock = cls(*args, **options).to(device, dtype)
+    for parameter in stock.parameters():
+        nn.init.uniform_(parameter, 0.3, 1.5)
+    ours = pc.convert(copy.deepcopy(stock))
+    assert type(ours) is getattr(pc, cls.__name__)
+    return stock, ours
+
+
+def image(shape: tuple[int, ...], device: str, dtype: torch.dtype, layout: str = "contiguous") -> Tensor:
+    """Noise on a gradient, with zeros, ties and values on the activations' limits."""
+    torch.manual_seed(9)
+    x = torch.randn(shape, dtype=torch.float64) * 2 + torch.linspace(-3, 3, shape[-1], dtype=torch.float64)
+    flat = x.flatten()
+    special = torch.tensor([0.0, -0.0, 3.0, -3.0, 6.0, 0.1, -1.0, 1.0], dtype=torch.float64)
+    flat[: special.numel() * 3 : 3] = special[: flat[: special.numel() * 3 : 3].numel()]
+    x = x.to(device, dtype)
+    if layout == "channels_last" and len(shape) in (4, 5):
+        x = x.to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    elif layout == "sliced":
+        x = torch.cat([x, x], -1)[..., : shape[-1]]
+    elif layout == "transposed":
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x
+
+
+def forward_backward(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """[output, gradient of the input, gradients of the parameters, buffers]."""
+    leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = module(leaf * 1)  # in-place layers may write to what they are given
+    torch.manual_seed(13)
+    grad = torch.randn(y.shape, dtype=torch.float64).to(y)
+    found = torch.autograd.grad(y, [leaf, *module.parameters()], grad)
+    return [y.detach(), *found, *(b.clone() for b in module.buffers())]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("case", POINTWISE + POOLS + SAME_NORMS, ids=name_of)
+def test_the_same_bits_as_stock(device, case, dtype, layout):
+    stock, ours = pair(case, device, dtype)
+    x = image(case[3], device, dtype, layout)
+    names = ["output", "grad of input", *(name for name, _ in stock.named_parameters())]
+    exact = case[0] not in (nn.Linear, nn.PReLU) and not (case[0] is nn.RMSNorm and dtype.itemsize == 2)
+    for name, got, want in zip(names, forward_backward(ours, x), forward_backward(stock, x), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        if exact or name == "output":
+            assert torch.equal(got, want), f"{name}: {(got.double() - want.double()).abs().max()}"
+        else:
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("case", OWN_NORMS, ids=name_of)
+def test_norms_are_as_exact_as_stock(device, case, dtype, layout, training):
+    stock, ours = (module.train(training) for module in pair(case, device, dtype))
+    exact = copy.deepcopy(stock).double()
+    x = image(case[3], device, dtype, layout)
+    results = [forward_backward(module, x.to(t)) for module, t in ((ours, dtype), (stock, dtype), (exact, torch.float64))]
+    for got, theirs, want in zip(*results, strict=True):
+        assert got.shape == theirs.shape and got.dtype == theirs.dtype
+        if not got.is_floating_point():
+            assert torch.equal(got, theirs)  # num_batches_tracked
+            continue
+        error, stock_error = ((t.double() - want.double()).abs().max().item() for t in (got, theirs))
+        unit = torch.finfo(dtype).eps * max(want.abs().max().item(), 1.0)
+        assert error <= 1.1 * stock_error + 4 * unit, f"{error:.3e}, stock {stock_error:.3e}"
+
+
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 6.0, 3.0, -3.0, 1.0, -1.0, 0.1]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid], ids=lambda c: c.__name__)
+def test_special_values(device, cls, dtype, inplace):
+    x = torch.tensor(SPECIAL * 5, dtype=dtype, device=device)
+    for count in (0, 1, 7, 8, 9, 13, 65):
+        results = []
+        for module in (cls(inplace=inplace), pc.convert(cls(inplace=inplace))):
+            leaf = x[:count].clone().requires_grad_()
+            y = module(leaf * 1)
+            grad = torch.linspace(-2, 2, count, dtype=dtype, device=device)
+            results.append((y, *torch.autograd.grad(y, leaf, grad)))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours.isnan(), theirs.isnan())
+            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+            assert torch.equal(torch.signbit(ours), torch.signbit(theirs))
+
+
+def kept(module: nn.Module, x: Tensor) -> int:
+    parameters = {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
+    storages: dict[int, int] = {}
+    alive = []
+
+    def pack(t: Tensor) -> Tensor:
+        alive.append(t)
+        if t.data_ptr() not in parameters:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    return sum(storages.values())
+
+
+BYTES: list[tuple[Case, float]] = [
+    ((nn.ReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.ReLU6, (), {"inplace": True}, (2, 8, 16, 16)), 1 / 32),
+    ((nn.LeakyReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Hardsigmoid, (), {}, (2, 8, 16, 16)), 1 / 32),
+    ((nn.Threshold, (0.1, 9.0), {}, (2, 8, 16, 16)), 1 / 32), ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1),
+    ((nn.Sigmoid, (), {}, (2, 8, 16, 16)), 1), ((nn.MaxPool2d, (2,), {}, (2, 8, 16, 16)), 1 / 16),
+    ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)), ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),
+    ((nn.AdaptiveAvgPool2d, (2,), {}, (2, 8, 16, 16)), 0), ((nn.LocalResponseNorm, (3,), {}, (2, 8, 16, 16)), 1),
+    ((nn.RMSNorm, (16,), {}, (2, 8, 16, 16)), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case,share", BYTES, ids=name_of)
+def test_what_a_layer_keeps(device, case, share):
+    """As a share of its input's bytes, to the byte."""
+    _, ours = pair(case, device, torch.float32)
+    x = image(case[3], device, torch.float32).requires_grad_() * 1
+    assert kept(ours, x) == pytest.approx(share * x.nbytes, abs=0.5)
+
+
+@pytest.mark.parametrize("device_type", ["cpu"])
+def test_dropout_keeps_its_seed(device_type):
+    x = torch.randn(2, 8, 16, 16, requires_grad=True) * 1
+    for layer in (nn.Dropout(0.3), nn.Dropout2d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)):
+        assert kept(pc.convert(layer), x) == 8
+
+
+@pytest.mark.parametrize(
+    "cls,shape",
+    [(nn.Dropout, (4000, 25)), (nn.Dropout1d, (400, 250, 3)), (nn.Dropout2d, (400, 250, 2, 2)),
+     (nn.Dropout3d, (400, 250, 1, 2, 1)), (nn.AlphaDropout, (4000, 25)), (nn.FeatureAlphaDropout, (400, 250, 2))],
+)  # fmt: skip
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_dropout(device, cls, shape, p):
+    layer = pc.convert(cls(p))
+    x = torch.full(shape, 2.0, device=device, requires_grad=True)
+    torch.manual_seed(1)
+    y = layer(x)
+    torch.manual_seed(1)
+    assert torch.equal(y, layer(x)), "not reproducible"
+    stock = cls(p)(x)
+    # The same two values in about the same numbers.
+    assert sorted(stock.unique().tolist()) == pytest.approx(sorted(y.unique().tolist()), rel=1e-6)
+    kept_value = max(y.unique().tolist(), key=abs) if "Alpha" not in cls.__name__ else y.max().item()
+    share = (y == kept_value).float().mean().item() if 0 < p < 1 else 1 - p
+    assert share == pytest.approx(1 - p, abs=0.01)
+    if 0 < p < 1:
+        assert not torch.equal(y, layer(x)), "the same mask twice"
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, slope)
+    moved = layer.eval()(x)
+    assert moved is x or torch.equal(moved, x)
+
+
+def test_dropout_in_place(device):
+    x = torch.ones(1000, device=device, requires_grad=True) * 1
+    y = pc.convert(nn.Dropout(0.5, inplace=True))(x)
+    assert y is x and set(y.unique().tolist()) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.SiLU, nn.ELU, nn.Hardswish, nn.Mish])
+def test_in_place_is_in_place(device, cls):
+    x = torch.randn(3, 4, 5, device=device, requires_grad=True) * 1
+    version = x._version
+    y = pc.convert(cls(inplace=True))(x)
+    assert y is x and y._version == version + 1
+    with pytest.raises(RuntimeError, match="leaf"):
+        pc.convert(cls(inplace=True))(torch.randn(3, device=device, requires_grad=True))
+
+
+def test_batch_norm_of_one_value_is_an_error(device):
+    with pytest.raises(ValueError, match="batch_norm: expected more than 1 value per channel when training, got input"):
+        pc.convert(nn.BatchNorm1d(3))(torch.randn(1, 3, requires_grad=True))
+
+
+def test_num_batches_tracked_moves_and_state_dicts_fit(device):
+    stock, ours = nn.BatchNorm2d(4), pc.BatchNorm2d(4)
+    for _ in range(3):
+        x = torch.randn(2, 4, 3, 3)
+        stock(x), ours(x)
+    assert ours.num_batches_tracked == 3
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict())
+    ours.load_state_dict(stock.state_dict())
+
+
+@pytest.mark.parametrize("cls", sorted(pc.layers.LAYERS, key=lambda c: c.__name__), ids=lambda c: c.__name__)
+def test_every_layer_converts_copies_pickles_and_reverts(cls):
+    arguments: dict[type, tuple[Any, ...]] = {nn.GroupNorm: (2, 4), nn.Linear: (4, 4), nn.Threshold: (0.1, 0.0)}
+    simple = "Pool" in cls.__name__ or cls in (nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+    numbered = "BatchNorm" in cls.__name__ or "InstanceNorm" in cls.__name__
+    args = arguments.get(cls, (2,) if simple else (4,) if numbered else ())
+    module = cls(*args)
+    before = module.state_dict().keys()
+    assert pc.convert(module) is module and type(module) is getattr(pc, cls.__name__) and isinstance(module, cls)
+    assert module.state_dict().keys() == before
+    assert repr(module) == repr(cls(*args))
+    assert type(copy.deepcopy(module)) is type(module)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=False)) is type(module)
+    assert type(pc.revert(module)) is cls

@@ -1,0 +1,373 @@
+"""Recompute by provenance: an input that its producer can make again is not kept, and nobody can tell but the memory.
+
+`chains` are producers in front of a convolution, which needs its input for the weight's gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import patchconv_native as pc
+
+lf = pc.lean_functional
+
+
+def batch_norm(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return lf.batch_norm(x, None, None, p["gamma"], p["beta"], training=True)
+
+
+CHAINS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
+    "batch_norm": batch_norm,
+    "batch_norm relu": lambda x, p: lf.relu(batch_norm(x, p)),
+    "batch_norm relu_": lambda x, p: lf.relu(batch_norm(x, p), inplace=True),
+    "batch_norm silu_": lambda x, p: lf.silu(batch_norm(x, p), inplace=True),
+    "batch_norm relu dropout": lambda x, p: lf.dropout(lf.relu(batch_norm(x, p)), 0.3),
+    "batch_norm relu6 max_pool": lambda x, p: lf.max_pool2d(lf.relu6(batch_norm(x, p)), 3, 1, 1),
+    "group_norm silu": lambda x, p: lf.silu(lf.group_norm(x, 2, p["gamma"], p["beta"])),
+    "silu": lambda x, p: lf.silu(x),
+    "gelu": lambda x, p: lf.gelu(x * 1),
+    "sigmoid of batch_norm": lambda x, p: lf.sigmoid(batch_norm(x, p)),
+    "prelu": lambda x, p: lf.prelu(x, p["gamma"]),
+    "instance_norm": lambda x, p: lf.leaky_relu(lf.instance_norm(x, weight=p["gamma"], bias=p["beta"])),
+    "cat": lambda x, p: lf.relu(lf.cat([batch_norm(x[:, :2], half(p)), lf.silu(x[:, 2:])], 1)),
+    "residual": lambda x, p: lf.relu(lf.add(batch_norm(x, p), lf.silu(x))),
+    "gate": lambda x, p: lf.mul(lf.sigmoid(x.mean((2, 3), keepdim=True)), lf.silu(batch_norm(x, p))),
+    "channels dropped": lambda x, p: lf.dropout2d(batch_norm(x, p), 0.4),
+    "alpha dropout": lambda x, p: lf.alpha_dropout(lf.selu(batch_norm(x, p)), 0.2, training=True),
+    "permuted layer_norm": lambda x, p: lf.layer_norm(x.permute(0, 2, 3, 1), [4], p["gamma"], p["beta"]).permute(0, 3, 1, 2),
+    "avg_pool": lambda x, p: lf.avg_pool2d(lf.hardswish(batch_norm(x, p)), 3, 1, 1),
+    "rms_norm": lambda x, p: lf.rms_norm(x, [6], None),
+}  # fmt: skip
+ALL = pytest.mark.parametrize("name", CHAINS)
+
+
+def half(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value[:2] for key, value in p.items()}
+
+
+def leaves(device: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    torch.manual_seed(7)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype, requires_grad=True)
+    p = {name: torch.rand(4, device=device, dtype=dtype, requires_grad=True) for name in ("gamma", "beta")}
+    w = torch.randn(3, 4, 3, 3, device=device, dtype=dtype, requires_grad=True)
+    return x, p, w
+
+
+def run(name: str, x: Tensor, p: dict[str, Tensor], w: Tensor) -> Tensor:
+    torch.manual_seed(3)  # for dropout
+    return pc.functional.conv2d(CHAINS[name](x, p), w, padding=1)
+
+
+def gradients(y: Tensor, *inputs: Tensor, **options: bool) -> list[Tensor | None]:
+    torch.manual_seed(11)
+    return list(torch.autograd.grad(y, inputs, torch.randn_like(y), allow_unused=True, **options))
+
+
+def same(a: list[Tensor | None], b: list[Tensor | None]) -> None:
+    for one, two in zip(a, b, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.equal(one, two), (one - two).abs().max()
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_are_the_same_bits_as_without(device, name, dtype):
+    x, p, w = leaves(device, dtype)
+    found = []
+    for on in (False, True):
+        with pc.recompute(on):
+            y = run(name, x, p, w)
+        found.append([y, *gradients(y, x, w, *p.values())])
+    same(*found)
+
+
+@ALL
+def test_what_the_convolution_reads_is_freed(device, name):
+    x, p, w = leaves(device)
+    torch.manual_seed(3)
+    middle = CHAINS[name](x, p)
+    reference = StorageWeakRef(middle.untyped_storage())
+    y = pc.functional.conv2d(middle, w, padding=1)
+    del middle
+    assert reference.expired()
+    y.sum().backward()
+    with pc.recompute(False):
+        torch.manual_seed(3)
+        middle = CHAINS[name](x, p)
+        reference = StorageWeakRef(middle.untyped_storage())
+        y = pc.functional.conv2d(middle, w, padding=1)
+        del middle
+        assert not reference.expired()
+
+
+@ALL
+def test_first_and_second_derivatives(device, name):
+    x, p, w = leaves(device)
+    x, w = x[:1, :, :3, :3].detach().requires_grad_(), w[:1].detach().requires_grad_()
+    if "rms_norm" in name:
+        x = x.repeat(1, 1, 1, 2).detach().requires_grad_()
+
+    def function(x: Tensor, w: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return run(name, x, {"gamma": gamma, "beta": beta}, w)
+
+    inputs = (x, w, p["gamma"], p["beta"])
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-5)
+    assert torch.autograd.gradgradcheck(function, inputs, eps=1e-6, atol=1e-4)
+
+
+@ALL
+def test_twice_with_a_retained_graph_and_not_without(device, name):
+    x, p, w = leaves(device)
+    y = run(name, x, p, w)
+    first = gradients(y, x, w, retain_graph=True)
+    same(first, gradients(y, x, w))
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(y, x, w)
+
+
+@ALL
+def test_one_gradient_at_a_time(device, name):
+    x, p, w = leaves(device)
+    y = run(name, x, p, w)
+    want = gradients(y, x, w, *p.values(), retain_graph=True)
+    for i, leaf in enumerate((x, w, *p.values())):
+        same([want[i]], gradients(y, leaf, retain_graph=True))
+
+
+def test_a_freed_producer_gives_pytorchs_error(device):
+    x, p, w = leaves(device)
+    middle = CHAINS["batch_norm relu"](x, p)
+    y = pc.functional.conv2d(middle, w, padding=1)
+    middle.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_an_edit_of_what_was_consumed_changes_nothing(device):
+    """Stock raises: it kept the tensor. Here the value is made again from what was not edited."""
+    x, p, w = leaves(device)
+    want = gradients(run("batch_norm relu", x, p, w), x, w)
+    middle = CHAINS["batch_norm relu"](x, p)
+    y = pc.functional.conv2d(middle, w, padding=1)
+    with torch.no_grad():
+        middle.zero_()
+    same(want, gradients(y, x, w))
+
+
+def test_an_edit_of_what_is_kept_raises(device):
+    x, p, w = leaves(device)
+    inner = x * 1
+    y = pc.functional.conv2d(batch_norm(inner, p), w, padding=1)
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("edit", ["no_grad", "recorded", "view", "detached"])
+def test_an_edit_between_producer_and_consumer_is_seen(device, edit):
+    x, p, w = leaves(device)
+
+    def edited(middle: Tensor) -> Tensor:
+        if edit == "no_grad":
+            with torch.no_grad():
+                middle.mul_(2)
+        elif edit == "recorded":
+            middle.mul_(2)
+        elif edit == "view":
+            middle[:, 1].zero_()
+        else:
+            middle.detach().mul_(2)
+        return middle
+
+    y = pc.functional.conv2d(edited(CHAINS["silu"](x, p)), w, padding=1)
+    stock = nn.functional.conv2d(edited(nn.functional.silu(x)), w, padding=1)
+    for ours, theirs in zip(gradients(y, x, w), gradients(stock, x, w), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_views_of_what_a_producer_made(device):
+    x, p, w = leaves(device)
+    for look in (
+        lambda t: t[:, :, 1:5, ::2],
+        lambda t: t.transpose(2, 3),
+        lambda t: t.flatten(2).unflatten(2, (6, 6)),
+        lambda t: t.chunk(2)[1],
+        lambda t: t[0],
+    ):
+        found = []
+        for on in (False, True):
+            with pc.recompute(on):
+                y = pc.functional.conv2d(look(CHAINS["batch_norm silu_"](x, p)), w, padding=1)
+            found.append(gradients(y, x, w, *p.values()))
+        same(*found)
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.unpacked = 0
+
+    def __enter__(self) -> Counting:
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.packed.append(tensor)
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.unpacked += 1
+        return tensor
+
+
+@ALL
+def test_saved_tensor_hooks_see_all_that_is_kept(device, name):
+    x, p, w = leaves(device)
+    want = gradients(run(name, x, p, w), x, w)
+    with Counting() as counting:
+        y = run(name, x, p, w)
+    assert counting.packed
+    same(want, gradients(y, x, w))
+    # Each at most once a pass, although consumers ask producers.
+    assert 0 < counting.unpacked <= len(counting.packed)
+
+
+def test_hooks_that_change_what_is_kept_change_the_gradients(device):
+    x, p, w = leaves(device)
+    with saved_tensors_hooks(lambda t: t, lambda t: t * 2 if t.shape == x.shape else t):
+        y = run("silu", x, p, w)
+    want = gradients(run("silu", (2 * x).detach().requires_grad_(), p, w), w)
+    same(want, gradients(y, w))
+
+
+@ALL
+def test_save_on_cpu(device, name):
+    x, p, w = leaves(device)
+    want = gradients(run(name, x, p, w), x, w)
+    with save_on_cpu(pin_memory=False):
+        y = run(name, x, p, w)
+    same(want, gradients(y, x, w))
+
+
+@ALL
+@pytest.mark.parametrize("inside", ["all", "the convolution", "the chain"])
+def test_checkpoint_without_reentry(device, name, inside):
+    x, p, w = leaves(device)
+    want = gradients(run(name, x, p, w), x, w, *p.values())
+    torch.manual_seed(3)
+    if inside == "all":
+        y = checkpoint(lambda t: pc.functional.conv2d(CHAINS[name](t, p), w, padding=1), x, use_reentrant=False)
+    elif inside == "the chain":
+        middle = checkpoint(lambda t: CHAINS[name](t, p), x, use_reentrant=False)
+        y = pc.functional.conv2d(middle, w, padding=1)
+    else:
+        y = checkpoint(lambda t: pc.functional.conv2d(t, w, padding=1), CHAINS[name](x, p), use_reentrant=False)
+    same(want, gradients(y, x, w, *p.values()))
+
+
+@pytest.mark.parametrize("name", ["batch_norm relu_", "residual", "cat"])
+def test_several_consumers(device, name):
+    x, p, w = leaves(device)
+    found = []
+    for on in (False, True):
+        with pc.recompute(on):
+            torch.manual_seed(3)
+            middle = CHAINS[name](x, p)
+            y = pc.functional.conv2d(middle, w, padding=1) + pc.functional.conv2d(middle, 2 * w, padding=1)
+            y = y.sum() + middle.square().sum()
+        found.append(list(torch.autograd.grad(y, (x, w, *p.values()))))
+    same(*found)
+
+
+@pytest.mark.parametrize("name", ["batch_norm relu", "group_norm silu", "residual"])
+def test_autocast(device, name):
+    """The cast in front of the convolution does not break the chain."""
+    x, p, w = leaves(device, torch.float32)
+    found = []
+    for on in (False, True):
+        with pc.recompute(on), torch.autocast(device, dtype=torch.bfloat16), Counting() as counting:
+            y = run(name, x, p, w)
+        kept = [t for t in counting.packed if t.dtype == torch.bfloat16 and t.shape[1:] == x.shape[1:]]
+        assert len(kept) == (0 if on else 1)
+        found.append([y, *gradients(y, x, w)])
+    same(*found)
+
+
+def test_frozen_weights_keep_no_input(device):
+    x, p, w = leaves(device)
+    with Counting() as counting:
+        y = pc.functional.conv2d(lf.relu(x * 1), w.detach(), padding=1)
+    assert sum(t.nbytes for t in counting.packed if t.shape != w.shape) == x.numel() // 8
+    y.sum().backward()
+
+
+def test_an_output_that_is_kept_replaces_the_mask(device):
+    """conv -> ReLU -> conv: stock keeps the ReLU's output alone, and so it is here."""
+    x, p, w = leaves(device)
+    middle = lf.relu(x * 1)
+    reference = StorageWeakRef(middle.untyped_storage())
+    y = pc.functional.conv2d(middle, w, padding=1)
+    del middle
+    assert not reference.expired()
+    stock = nn.functional.conv2d(nn.functional.relu(x * 1), w, padding=1)
+    for ours, theirs in zip(gradients(y, x, w), gradients(stock, x, w), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_parts_of_a_concatenation_are_kept_once(device):
+    """Densely connected layers: memory grows with depth, not with its square."""
+    x, p, _ = leaves(device, torch.float32)
+    with Counting() as counting:
+        features = [x * 1]
+        for i in range(6):
+            h = lf.cat(features, 1)
+            w = torch.randn(4, h.shape[1], 1, 1, device=device, requires_grad=True)
+            h = lf.relu(lf.batch_norm(h, None, None, training=True))
+            features.append(pc.functional.conv2d(h, w))
+        y = lf.cat(features, 1).sum()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in counting.packed if t.dim() == 4 and t.shape[2] == 6}
+    assert sum(storages.values()) == 6 * x.nbytes
+    y.backward()
+
+
+def test_backward_in_another_thread(device):
+    x, p, w = leaves(device)
+    want = gradients(run("batch_norm relu", x, p, w), x, w)
+    y = run("batch_norm relu", x, p, w)
+    found: list[list[Tensor | None]] = []
+    thread = threading.Thread(target=lambda: found.append(gradients(y, x, w)))
+    thread.start()
+    thread.join()
+    same(want, found[0])
+
+
+def test_the_setting_is_restored(device):
+    assert pc.recompute() is True
+    with pc.recompute(False):
+        assert pc.recompute() is False
+    assert pc.recompute() is True
+    with pytest.raises(TypeError, match="recompute: expected True or False, got 1"):
+        pc.recompute(1)
+
+
+def test_compiled_autograd_is_refused_where_it_cannot_work(device):
+    x, p, w = leaves(device, torch.float32)
+    y = run("silu", x, p, w).sum()
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises((NotImplementedError, RuntimeError), match="compiled"),
+    ):
+        y.backward()
+    torch._dynamo.reset()
