@@ -65,7 +65,7 @@ class MaskedBackward final : public ActivationNode {
  protected:
   variable_list backward(const Tensor& grad) override {
     if (has_output() && output_tells()) return {from_output(grad, value())};
-    const double inside = mask == Mask::kHardsigmoid ? 1.0 / 6 : 1;
+    const double inside = mask == Mask::kHardsigmoid ? 1.0F / 6 : 1;
     const double outside = mask == Mask::kLeakyRelu ? a : 0;
     return {mask_backward(in_layout(grad, strides), bits.get(*this), inside, outside)};
   }

@@ -77,6 +77,17 @@ struct Elu {
   }
 };
 
+// In place stock computes the gradient from what it wrote, which only a slope that is not negative allows.
+struct EluInPlace {
+  static constexpr const char* kName = "patchconv::EluInPlaceBackward";
+  static constexpr bool kFromOutput = true;
+  static Tensor value(const Tensor& x, const Numbers& n) { return Elu::value(x, n); }
+  static Tensor& value_(Tensor& x, const Numbers& n) { return Elu::value_(x, n); }
+  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers& n) {
+    return at::elu_backward(grad, n.a, n.b, n.c, /*is_result=*/true, y);
+  }
+};
+
 struct Softplus {
   static constexpr const char* kName = "patchconv::SoftplusBackward";
   static Tensor value(const Tensor& x, const Numbers& n) { return at::softplus(x, n.a, n.b); }
@@ -191,7 +202,8 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
     return smooth<Elu>(x, {alpha, scale, input_scale});
   });
   m.impl("elu_", [](Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) -> Tensor& {
-    return smooth_<Elu>(x, {alpha, scale, input_scale});
+    const Numbers numbers{alpha, scale, input_scale};
+    return alpha.toDouble() < 0 ? smooth_<Elu>(x, numbers) : smooth_<EluInPlace>(x, numbers);
   });
   m.impl("softplus", [](const Tensor& x, const Scalar& beta, const Scalar& threshold) {
     return smooth<Softplus>(x, {beta, threshold});

@@ -1,4 +1,4 @@
-// The windows of a pooling, and which place of the input an offset in one of them means.
+// The windows of a pooling, the maximum of one, and which place of the input an offset in one means.
 //
 // Windows are regular (kernel, stride, padding, dilation) or adaptive: output o covers the coordinates from
 // floor(o * in / out) to ceil((o + 1) * in / out). Where a maximum lies is told by its offset: its position
@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include "core/geometry.h"
@@ -71,11 +72,16 @@ struct PoolDim {
   // Whether no coordinate belongs to two windows.
   bool disjoint() const { return !adaptive && (stride >= reach() || out <= 1); }
 
+  // Whether some window meets nothing but padding.
   bool has_empty_window() const {
-    for (int64_t o = 0; o < out; ++o) {
-      if (window(o).inside.empty()) return true;
-    }
-    return false;
+    auto empty_in = [&](int64_t begin, int64_t end) {
+      for (int64_t o = begin; o < end; ++o) {
+        if (window(o).inside.empty()) return true;
+      }
+      return false;
+    };
+    const Range good = interior();
+    return good.empty() ? empty_in(0, out) : empty_in(0, good.begin) || empty_in(good.end, out);
   }
 };
 
@@ -179,12 +185,82 @@ struct HalfPoolOrder {
   }
 };
 
+// The maximum of one window of a plane, and its offset.
+template <typename Order>
+struct PoolMaximum {
+  typename Order::Raw value = Order::lowest();
+  int64_t offset = 0;
+
+  [[gnu::always_inline]] PoolMaximum(const Pool& pool, const PoolRow& row, const PoolWindow& column,
+                                     const typename Order::Raw* plane)
+      : offset(row.first_tap(column)) {
+    typename Order::Key best = Order::key(value);
+    each_tap(pool, row, column, [&](int64_t tap, int64_t position) __attribute__((always_inline)) {
+      const auto candidate = plane[position];
+      const bool nan = Order::is_nan(candidate);
+      const bool wins = (Order::key(candidate) > best) | nan;
+      best = wins ? Order::settle(Order::key(candidate), nan) : best;
+      offset = wins ? tap : offset;
+      value = wins ? candidate : value;
+    });
+  }
+};
+
+// The same of several windows side by side, in loops that compilers vectorise. Taps are as wide as the values
+// where they fit.
+template <typename Order, typename Tap, int64_t kLanes>
+struct PoolMaxima {
+  using Raw = typename Order::Raw;
+  using Key = typename Order::Key;
+  static constexpr bool kKeyIsValue = std::is_same_v<Raw, Key>;
+
+  Key best[kLanes];
+  Raw value[kKeyIsValue ? 1 : kLanes];
+  Tap offsets[kLanes];
+
+  // `column` is the first lane's; the others' values lie `stride` apart in `plane`, positions `inner`.
+  [[gnu::always_inline]] void scan(const Pool& pool, const PoolRow& row, const PoolWindow& column,
+                                   const Raw* plane, int64_t inner, int64_t stride, int64_t lanes) {
+    for (int64_t l = 0; l < lanes; ++l) {
+      best[l] = Order::key(Order::lowest());
+      offsets[l] = static_cast<Tap>(row.first_tap(column));
+      if constexpr (!kKeyIsValue) value[l] = Order::lowest();
+    }
+    each_tap(pool, row, column, [&](int64_t number, int64_t position) __attribute__((always_inline)) {
+      const Raw* in = plane + position * inner;
+      const Tap tap = static_cast<Tap>(number);
+      for (int64_t l = 0; l < lanes; ++l) {
+        const Raw candidate = in[l * stride];
+        const Key key = Order::key(candidate);
+        const bool nan = Order::is_nan(candidate);
+        const bool wins = (key > best[l]) | nan;
+        best[l] = Order::choose(wins, Order::settle(key, nan), best[l]);
+        offsets[l] = Order::choose(wins, tap, offsets[l]);
+        if constexpr (!kKeyIsValue) value[l] = Order::choose(wins, candidate, value[l]);
+      }
+    });
+  }
+
+  const Raw* values() const {
+    if constexpr (kKeyIsValue) {
+      return best;
+    } else {
+      return value;
+    }
+  }
+};
+
 // How offsets lead to places.
 enum class Follow {
   kPlain,   // by the table: one channel, windows of regular width
   kTable,   // by the table
   kDivide,  // by division: windows of more positions, or some that meet nothing but padding
 };
+
+inline Follow follow_offsets(const Pool& pool) {
+  if (pool.positions() > 256 || pool.has_empty_window()) return Follow::kDivide;
+  return pool.inner == 1 && !pool.width().adaptive ? Follow::kPlain : Follow::kTable;
+}
 
 // For windows of at most 256 positions: from a window's first tap to the tap that an offset means.
 struct PoolTable {

@@ -38,10 +38,10 @@ using c10::irange;
 
 namespace {
 
-constexpr int64_t kLanes = 1024;   // columns (channels last: channels) whose maxima are found side by side
-constexpr int64_t kFewLanes = 4;   // fewer are done one by one
-constexpr int64_t kGrain = 32768;  // taps or elements below which another thread does not pay
-constexpr int64_t kPiece = 1 << 22;  // elements of a half type's gradient that are summed at once
+constexpr int64_t kLanes = 1024;     // columns (channels last: channels) whose maxima are found side by side
+constexpr int64_t kFewLanes = 4;     // fewer are done one by one
+constexpr int64_t kGrain = 32768;    // taps or elements below which another thread does not pay
+constexpr int64_t kPiece = 1 << 20;  // elements of a half type's gradient that are summed at once
 
 template <typename scalar_t>
 struct Order : PoolOrder<scalar_t> {};
@@ -74,75 +74,24 @@ PATCHCONV_INLINE inline void put_offsets(const Tap* taps, int64_t lanes, void* o
   put(static_cast<int32_t*>(offsets) + at);
 }
 
-// The windows of `lanes` output elements from `at` on, whose values lie `step` apart (kStep, where that is
-// not zero); `column` is the first.
-template <int64_t kStep, typename scalar_t, typename Tap>
-PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
-                                        const PoolWindow& column, int64_t channel, int64_t step,
-                                        int64_t lanes, int64_t at) {
-  using Compare = Order<scalar_t>;
-  using Raw = typename Compare::Raw;
-  using Key = typename Compare::Key;
-  constexpr bool kKeyIsValue = std::is_same_v<Raw, Key>;
-  Key best[kLanes];
-  Raw value[kKeyIsValue ? 1 : kLanes];
-  Tap taps[kLanes];
-  for (int64_t l = 0; l < lanes; ++l) {
-    best[l] = Compare::key(Compare::lowest());
-    taps[l] = static_cast<Tap>(row.first_tap(column));
-    if constexpr (!kKeyIsValue) value[l] = Compare::lowest();
-  }
-  const int64_t inner = job.pool.inner;
-  const int64_t stride = kStep ? kStep : step;
-  const Raw* plane = job.input + row.outer * job.pool.plane() * inner + channel;
-  each_tap(job.pool, row, column, [&](int64_t number, int64_t position) PATCHCONV_INLINE {
-    const Raw* in = plane + position * inner;
-    const Tap tap = static_cast<Tap>(number);
-    for (int64_t l = 0; l < lanes; ++l) {
-      const Raw v = in[l * stride];
-      const Key key = Compare::key(v);
-      const bool nan = Compare::is_nan(v);
-      const bool wins = (key > best[l]) | nan;
-      best[l] = Compare::choose(wins, Compare::settle(key, nan), best[l]);
-      taps[l] = Compare::choose(wins, tap, taps[l]);
-      if constexpr (!kKeyIsValue) value[l] = Compare::choose(wins, v, value[l]);
-    }
-  });
-  for (int64_t l = 0; l < lanes; ++l) {
-    if constexpr (kKeyIsValue) {
-      job.output[at + l] = best[l];
-    } else {
-      job.output[at + l] = value[l];
-    }
-  }
-  put_offsets(taps, lanes, job.offsets, job.offset_bytes, at);
-}
-
-// One window of a plane.
+// The maxima of `lanes` output elements from `at` on, whose values lie `stride` apart; `column` is the
+// first's.
 template <typename scalar_t, typename Tap>
-PATCHCONV_INLINE inline void pool_window(const Job<scalar_t, Tap>& job, const PoolRow& row,
-                                         const PoolWindow& column, int64_t at) {
-  using Compare = Order<scalar_t>;
-  const auto* plane = job.input + row.outer * job.pool.plane();
-  auto value = Compare::lowest();
-  auto best = Compare::key(value);
-  Tap winner = static_cast<Tap>(row.first_tap(column));
-  each_tap(job.pool, row, column, [&](int64_t tap, int64_t position) PATCHCONV_INLINE {
-    const auto v = plane[position];
-    const auto key = Compare::key(v);
-    const bool nan = Compare::is_nan(v);
-    const bool wins = (key > best) | nan;
-    best = wins ? Compare::settle(key, nan) : best;
-    winner = wins ? static_cast<Tap>(tap) : winner;
-    value = wins ? v : value;
-  });
-  job.output[at] = value;
-  put_offsets(&winner, 1, job.offsets, job.offset_bytes, at);
+PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
+                                        const PoolWindow& column, int64_t channel, int64_t stride,
+                                        int64_t lanes, int64_t at) {
+  const int64_t inner = job.pool.inner;
+  PoolMaxima<Order<scalar_t>, Tap, kLanes> maxima;
+  maxima.scan(job.pool, row, column, job.input + row.outer * job.pool.plane() * inner + channel, inner,
+              stride, lanes);
+  std::copy_n(maxima.values(), lanes, job.output + at);
+  put_offsets(maxima.offsets, lanes, job.offsets, job.offset_bytes, at);
 }
 
 // A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
 template <typename scalar_t, typename Tap>
 PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
+  using Raw = typename Order<scalar_t>::Raw;
   const Pool& pool = job.pool;
   const PoolDim& width = pool.width();
   const PoolRow row(pool, unit / job.blocks);
@@ -151,7 +100,7 @@ PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t un
   if (pool.inner > 1) {
     const int64_t lanes = std::min(kLanes, pool.inner - begin);
     for (int64_t w = 0; w < width.out; ++w) {
-      pool_lanes<1>(job, row, width.window(w), begin, 1, lanes, first + w * pool.inner + begin);
+      pool_lanes(job, row, width.window(w), begin, 1, lanes, first + w * pool.inner + begin);
     }
     return;
   }
@@ -161,13 +110,16 @@ PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t un
   for (int64_t w = all.begin; w < all.end; w = w == inside.begin ? inside.end : w + 1) {
     const PoolWindow column = width.window(w);
     if (w != inside.begin) {
-      pool_window(job, row, column, first + w);
+      const Raw* plane = job.input + row.outer * pool.plane();
+      const PoolMaximum<Order<scalar_t>> maximum(pool, row, column, plane);
+      job.output[first + w] = maximum.value;
+      put_offsets(&maximum.offset, 1, job.offsets, job.offset_bytes, first + w);
     } else if (width.stride == 1) {
-      pool_lanes<1>(job, row, column, 0, 1, inside.size(), first + w);
+      pool_lanes(job, row, column, 0, 1, inside.size(), first + w);
     } else if (width.stride == 2) {
-      pool_lanes<2>(job, row, column, 0, 2, inside.size(), first + w);
+      pool_lanes(job, row, column, 0, 2, inside.size(), first + w);
     } else {
-      pool_lanes<0>(job, row, column, 0, width.stride, inside.size(), first + w);
+      pool_lanes(job, row, column, 0, width.stride, inside.size(), first + w);
     }
   }
 }
@@ -189,12 +141,10 @@ template <typename Tap, typename scalar_t>
 void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const Tensor& offsets) {
   using Raw = typename Order<scalar_t>::Raw;
   const int64_t lanes = pool.inner == 1 ? pool.width().out : pool.inner;
-  const Job<scalar_t, Tap> job{pool,
-                               static_cast<const Raw*>(input.const_data_ptr()),
-                               static_cast<Raw*>(output.mutable_data_ptr()),
-                               offsets.mutable_data_ptr(),
-                               offsets.element_size(),
-                               (lanes + kLanes - 1) / kLanes};
+  const auto* from = static_cast<const Raw*>(input.const_data_ptr());
+  auto* to = static_cast<Raw*>(output.mutable_data_ptr());
+  const Job<scalar_t, Tap> job{
+      pool, from, to, offsets.mutable_data_ptr(), offsets.element_size(), at::divup(lanes, kLanes)};
   const int64_t work = pool.positions() * pool.width().out * pool.inner / std::max<int64_t>(1, job.blocks);
   at::parallel_for(0, pool.rows() * job.blocks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)),
                    [&](int64_t begin, int64_t end) { pool_units(job, begin, end); });
@@ -203,20 +153,20 @@ void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const
 // Calls body(each), where each(row, c0, c1, visit) is each_maximum for these offsets.
 template <typename Body>
 void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
-  const bool table = offsets.scalar_type() == at::kByte && pool.positions() <= 256 && !pool.has_empty_window();
-  const bool plain = pool.inner == 1 && !pool.width().adaptive;
-  const PoolTable ways(pool, !table ? Follow::kDivide : plain ? Follow::kPlain : Follow::kTable);
-  auto follow = [&]<Follow kFollow, typename Offset>() {
+  const Follow follow = follow_offsets(pool);
+  const PoolTable table(pool, follow);
+  auto call = [&]<Follow kFollow, typename Offset>() {
     const Offset* data = offsets.const_data_ptr<Offset>();
-    body([&pool, &ways, data](int64_t row, int64_t c0, int64_t c1, auto visit) {
-      each_maximum<kFollow>(pool, ways, row, c0, c1, data, visit);
+    body([&pool, &table, data](int64_t row, int64_t c0, int64_t c1, auto visit) {
+      each_maximum<kFollow>(pool, table, row, c0, c1, data, visit);
     });
   };
-  if (table && plain) return follow.template operator()<Follow::kPlain, uint8_t>();
-  if (table) return follow.template operator()<Follow::kTable, uint8_t>();
-  if (offsets.scalar_type() == at::kByte) return follow.template operator()<Follow::kDivide, uint8_t>();
-  if (offsets.scalar_type() == at::kUInt16) return follow.template operator()<Follow::kDivide, uint16_t>();
-  follow.template operator()<Follow::kDivide, int32_t>();
+  const int64_t bytes = offset_bytes(pool.positions());
+  if (follow == Follow::kPlain) return call.template operator()<Follow::kPlain, uint8_t>();
+  if (follow == Follow::kTable) return call.template operator()<Follow::kTable, uint8_t>();
+  if (bytes == 1) return call.template operator()<Follow::kDivide, uint8_t>();
+  if (bytes == 2) return call.template operator()<Follow::kDivide, uint16_t>();
+  call.template operator()<Follow::kDivide, int32_t>();
 }
 
 // visit(start of the plane, element, position, place, inside) for all of the output, in parallel.
@@ -276,24 +226,39 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
   });
 }
 
-Pool make_pool(IntArrayRef input, IntArrayRef output, IntArrayRef kernel, IntArrayRef stride,
-               IntArrayRef padding, IntArrayRef dilation, at::MemoryFormat format) {
-  TORCH_CHECK(input.size() >= 3 && input.size() <= 5 && input.size() == output.size(),
-              "patchconv: pooling takes (N, C, spatial...) of 1 to 3 dimensions, got ", input, " and ", output);
-  const size_t dims = kernel.empty() ? 0 : input.size() - 2;
-  TORCH_CHECK(kernel.size() == dims && stride.size() >= dims && padding.size() >= dims &&
-                  dilation.size() >= dims,
-              "patchconv: pooling takes a kernel, stride, padding and dilation for each dimension");
-  for (const auto d : irange(dims)) {
-    TORCH_CHECK(kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0,
-                "patchconv: pooling's kernel, stride and dilation must be positive");
+// An empty kernel means adaptive windows.
+struct Shape {
+  IntArrayRef kernel, stride, padding, dilation;
+};
+
+Pool make_pool(IntArrayRef input, IntArrayRef output, const Shape& shape, at::MemoryFormat format) {
+  const size_t dims = shape.kernel.empty() ? 0 : input.size() - 2;
+  bool good = input.size() >= 3 && input.size() <= 5 && input.size() == output.size() &&
+              shape.kernel.size() == dims && shape.stride.size() >= dims && shape.padding.size() >= dims &&
+              shape.dilation.size() >= dims;
+  for (const auto d : irange(good ? dims : 0)) {
+    good =
+        good && shape.kernel[d] > 0 && shape.stride[d] > 0 && shape.padding[d] >= 0 && shape.dilation[d] > 0;
   }
-  Pool pool(input.slice(2), output.slice(2), kernel, stride, padding, dilation);
+  TORCH_CHECK(good, "patchconv: cannot pool ", input, " to ", output, " with kernel ", shape.kernel,
+              ", stride ", shape.stride, ", padding ", shape.padding, ", dilation ", shape.dilation);
+  Pool pool(input.slice(2), output.slice(2), shape.kernel, shape.stride, shape.padding, shape.dilation);
   const bool last = format != at::MemoryFormat::Contiguous;
   pool.outer = last ? input[0] : input[0] * input[1];
   pool.inner = last ? input[1] : 1;
-  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(),
-              "patchconv: a pooling window is too large");
+  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(), "patchconv: too large a window");
+  return pool;
+}
+
+at::ScalarType offset_type(const Pool& pool) {
+  const int64_t bytes = offset_bytes(pool.positions());
+  return bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
+}
+
+// The pooling that made these offsets.
+Pool pool_of(const Tensor& offsets, IntArrayRef input_size, const Shape& shape) {
+  Pool pool = make_pool(input_size, offsets.sizes(), shape, offsets.suggest_memory_format());
+  TORCH_CHECK(offsets.scalar_type() == offset_type(pool), "patchconv: offsets of another pooling");
   return pool;
 }
 
@@ -302,21 +267,15 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& input, IntArrayRef kernel, Int
   const at::MemoryFormat format = input.suggest_memory_format();
   std::vector<int64_t> sizes = input.sizes().slice(0, std::min<size_t>(2, input.dim())).vec();
   sizes.insert(sizes.end(), output_size.begin(), output_size.end());
-  const Pool pool = make_pool(input.sizes(), sizes, kernel, stride, padding, dilation, format);
-  const int64_t bytes = offset_bytes(pool.positions());
-  const at::ScalarType type = bytes == 1 ? at::kByte : bytes == 2 ? at::kUInt16 : at::kInt;
+  const Pool pool = make_pool(input.sizes(), sizes, {kernel, stride, padding, dilation}, format);
   const Tensor dense = input.contiguous(format);
   const Tensor output = at::empty(sizes, input.options().memory_format(format));
-  const Tensor offsets = at::empty(sizes, input.options().dtype(type).memory_format(format));
+  const Tensor offsets = at::empty(sizes, input.options().dtype(offset_type(pool)).memory_format(format));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "max_pool", [&] {
-    if constexpr (sizeof(scalar_t) > 2) {
-      using Tap = std::conditional_t<sizeof(scalar_t) == 4, uint32_t, uint64_t>;
-      pool_all<Tap, scalar_t>(pool, dense, output, offsets);
-    } else if (bytes < 4) {
-      pool_all<uint16_t, scalar_t>(pool, dense, output, offsets);
-    } else {
-      pool_all<uint32_t, scalar_t>(pool, dense, output, offsets);
-    }
+    using Wide = std::conditional_t<sizeof(scalar_t) == 8, uint64_t, uint32_t>;
+    using Narrow = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, Wide>;
+    (offsets.element_size() < 4 ? pool_all<Narrow, scalar_t> : pool_all<Wide, scalar_t>)(pool, dense, output,
+                                                                                         offsets);
   });
   return {output, offsets};
 }
@@ -324,7 +283,7 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& input, IntArrayRef kernel, Int
 Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef kernel, IntArrayRef stride,
                      IntArrayRef padding, IntArrayRef dilation) {
   const at::MemoryFormat format = offsets.suggest_memory_format();
-  const Pool pool = make_pool(input.sizes(), offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Pool pool = pool_of(offsets, input.sizes(), {kernel, stride, padding, dilation});
   const Tensor dense = input.contiguous(format);
   const Tensor output = at::empty(offsets.sizes(), input.options().memory_format(format));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "max_pool_take", [&] {
@@ -343,7 +302,8 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef 
                          IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv: a pooling's gradient must have its output's size");
   const at::MemoryFormat format = offsets.suggest_memory_format();
-  const Pool pool = make_pool(input_size, offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Shape shape{kernel, stride, padding, dilation};
+  const Pool pool = pool_of(offsets, input_size, shape);
   const Tensor result = at::empty(input_size, grad.options().memory_format(format));
   if (grad.element_size() > 2 || pool.disjoint()) {
     const Tensor dense = grad.contiguous(format);
@@ -355,15 +315,13 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef 
   // In float32, some images at a time or, of a large image, some channels.
   const int64_t image = std::max<int64_t>(1, pool.plane() * input_size[1]);
   const int64_t images = std::max<int64_t>(1, kPiece / image);
-  const int64_t channels = image <= kPiece ? input_size[1] : std::max<int64_t>(16, kPiece / pool.plane());
+  const int64_t channels = image <= kPiece ? input_size[1] : std::max<int64_t>(32, kPiece / pool.plane());
   for (int64_t n = 0; n < input_size[0]; n += images) {
     for (int64_t c = 0; c < input_size[1]; c += channels) {
-      auto piece = [&](const Tensor& whole) {
-        return whole.slice(0, n, n + images).slice(1, c, c + channels);
-      };
+      auto piece = [&](const Tensor& t) { return t.slice(0, n, n + images).slice(1, c, c + channels); };
       const Tensor part = piece(result);
       const Tensor sums = at::empty(part.sizes(), part.options().dtype(at::kFloat).memory_format(format));
-      scatter<float>(make_pool(sums.sizes(), offsets.sizes(), kernel, stride, padding, dilation, format),
+      scatter<float>(make_pool(sums.sizes(), offsets.sizes(), shape, format),
                      piece(grad).to(at::kFloat).contiguous(format), piece(offsets).contiguous(format), sums);
       part.copy_(sums);
     }
@@ -374,7 +332,7 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef 
 Tensor max_pool_indices(const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
                         IntArrayRef padding, IntArrayRef dilation) {
   const at::MemoryFormat format = offsets.suggest_memory_format();
-  const Pool pool = make_pool(input_size, offsets.sizes(), kernel, stride, padding, dilation, format);
+  const Pool pool = pool_of(offsets, input_size, {kernel, stride, padding, dilation});
   const Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
   int64_t* to = indices.mutable_data_ptr<int64_t>();
   for_all(pool, offsets.contiguous(format),

@@ -68,14 +68,16 @@ namespace {
 
 Tensor flat(const Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 
-Tensor inside(const Tensor& x, Mask mask, double a, double b) {
+Tensor inside(const Tensor& input, Mask mask, double a, double b) {
+  // Stock compares in float32, with limits that are not rounded to half precision.
+  const Tensor x = at::isReducedFloatingType(input.scalar_type()) ? input.to(at::kFloat) : input;
   switch (mask) {
     case Mask::kRelu:
       return x.le(0).logical_not();
     case Mask::kLeakyRelu:
       return x.gt(0);
     case Mask::kHardtanh:
-      return x.le(a).logical_or(x.ge(b)).logical_not();
+      return x.gt(a).logical_and(x.lt(b));
     case Mask::kThreshold:
       return x.le(a).logical_not();
     case Mask::kHardsigmoid:
