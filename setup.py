@@ -189,7 +189,7 @@ from torch.utils import cpp_extension  # noqa: E402
 
 
 def extension() -> Any:
-    host = ["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-g0"]
+    host = ["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-g0"]
     options: dict[str, Any] = {
         "name": f"{NAME}._C",
         "sources": read_sources(cuda=toolkit is not None or SDIST),

@@ -63,8 +63,7 @@ class _Census(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.old: Storages = {}
-        self.new: Storages = {}
+        self.old, self.new = Storages(), Storages()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _add(self.old, tensors([args, kwargs or {}]), unless=self.new)
@@ -84,8 +83,7 @@ def saved_bytes(fn: Pass, apart_from: Iterable[Tensor] = ()) -> int:
     """Bytes of the storages that autograd saves in fn(), each once, without those of `apart_from`: model.parameters(),
     and model.buffers() too where running statistics, which are saved but cost nothing, shall not count.
     """
-    own: Storages = {}
-    seen: Storages = {}
+    own, seen = Storages(), Storages()
     _add(own, apart_from, unless={})
 
     def pack(tensor: Tensor) -> Tensor:

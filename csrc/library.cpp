@@ -78,8 +78,7 @@ TORCH_LIBRARY(patchconv, m) {
       "eps=1e-05) -> Tensor");
   m.def("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor");
   m.def("_batch_statistics(Tensor input) -> (Tensor, Tensor)");
-  m.def(
-      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, bool relu) -> Tensor");
+  m.def("_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor");
 
   // Dropout. The mask is made of the seed, a tensor of one int64, and never stored; core/philox.h.
   m.def("dropout(Tensor input, float p=0.5) -> Tensor");

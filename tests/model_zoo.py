@@ -36,6 +36,10 @@ class Case:
     """Why the model cannot compute in float64."""
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def picture(size: int = SIZE, channels: int = 3) -> Tensor:
     return torch.randn(BATCH, channels, size, size)
 
@@ -60,9 +64,8 @@ def torchvision_case(
         change(model)
         return model
 
-    return Case(
-        f"torchvision/{name}", make, inputs if callable(inputs) else lambda: (picture(inputs),), discrete, no_double
-    )
+    given = inputs if callable(inputs) else lambda: (picture(inputs),)
+    return Case(f"torchvision/{name}", make, given, discrete, no_double)
 
 
 def narrow_classifier(model: Any) -> None:
@@ -136,15 +139,14 @@ def clip(frames: int, size: int) -> Callable[[], Inputs]:
     return lambda: (torch.randn(BATCH, 3, frames, size, size),)
 
 
-def detector(name: str, size: int = 96, count: int = BATCH, **options: Any) -> Case:
+def detector(name: str, size: int = 96, count: int = BATCH, no_double: str = "", **options: Any) -> Case:
     options = {"num_classes": 4, "weights_backbone": None} | options
     if not name.startswith("ssd"):
         options |= {"min_size": size, "max_size": size}
     if "rcnn" in name:
         options |= {"box_batch_size_per_image": 16, "rpn_post_nms_top_n_train": 50, "rpn_post_nms_top_n_test": 20}
-    return torchvision_case(
-        name, photographs(size, "keypoint" in name, count), keep_every_box, discrete=True, **options
-    )
+    inputs = photographs(size, "keypoint" in name, count)
+    return torchvision_case(name, inputs, keep_every_box, True, no_double, **options)
 
 
 TORCHVISION = [
@@ -177,7 +179,7 @@ TORCHVISION = [
     torchvision_case("lraspp_mobilenet_v3_large", weights_backbone=None),
     detector("fasterrcnn_mobilenet_v3_large_320_fpn"),
     detector("maskrcnn_resnet50_fpn"),
-    detector("keypointrcnn_resnet50_fpn", num_classes=2),
+    detector("keypointrcnn_resnet50_fpn", num_classes=2, no_double="insists on keypoints in float32"),
     detector("retinanet_resnet50_fpn"),
     detector("fcos_resnet50_fpn"),
     detector("ssd300_vgg16", 300, 1),
@@ -235,8 +237,8 @@ TIMM = {
     "hrnet": "hrnet_w18_small",
     "iformer": "iformer_t",
     "inception_next": "inception_next_atto",
-    "inception_resnet_v2": "ens_adv_inception_resnet_v2",
-    "inception_v3": "adv_inception_v3",
+    "inception_resnet_v2": "inception_resnet_v2",
+    "inception_v3": "inception_v3",
     "inception_v4": "inception_v4",
     "lcnetv2": "lcnetv2_small",
     "levit": "levit_128s",
@@ -250,7 +252,7 @@ TIMM = {
     "mobilevit": "mobilevit_xxs",
     "mvitv2": "mvitv2_tiny",
     "nasnet": "nasnetalarge",
-    "nest": "jx_nest_tiny",
+    "nest": "nest_tiny",
     "nextvit": "nextvit_small",
     "nfnet": "nf_regnet_b0",
     "pit": "pit_ti_224",
@@ -293,88 +295,34 @@ TIMM = {
 }
 """Family to its smallest member."""
 
-TIMM_LEFT_OUT = ("beit", "deepseek_vit", "gemma4_vit", "naflexvit", "qwen3_vit", "vision_transformer_sam")
+TIMM_LEFT_OUT = words("beit deepseek_vit gemma4_vit naflexvit qwen3_vit vision_transformer_sam")
 """Families whose only convolution, if any, cuts the patches, and whose smallest member is large."""
 
-TIMM_MORE = (
-    "resnet18",
-    "seresnet18",
-    "resnetblur18",
-    "resnetaa34d",
-    "ecaresnet26t",
-    "resnext26ts",
-    "repvgg_a0",
-    "gernet_s",
-    "tf_efficientnet_b0",
-    "mixnet_s",
-    "tinynet_e",
-    "mnasnet_050",
-    "spnasnet_100",
-    "fbnetc_100",
-    "mobilenetv1_100",
-    "efficientnetv2_rw_t",
-    "tf_efficientnetv2_b0",
-    "regnety_002",
-    "mobilenetv3_small_050",
-    "mobilenetv4_conv_small",
-    "convnextv2_atto",
-    "resnetv2_50",
-    "eca_nfnet_l0",
-    "nfnet_l0",
-    "convformer_s18",
-    "maxxvit_rmlp_nano_rw_256",
-    "coatnet_nano_rw_224",
-    "levit_conv_128s",
-    "darknet53",
-    "cs3darknet_s",
-    "cspresnet50",
-    "vovnet39a",
-    "efficientnet_b0_gn",
-    "efficientnet_b0_g16_evos",
-    "resnet50_gn",
-    "skresnext50_32x4d",
-    "botnet26t_256",
-    "lambda_resnet26t",
-    "eca_botnext26ts_256",
-    "bat_resnext26ts",
-    "gcresnext26ts",
-    "resnetrs50",
-    "visformer_small",
-)
+TIMM_MORE = words("""
+    resnet18 seresnet18 resnetblur18 resnetaa34d ecaresnet26t resnext26ts repvgg_a0 gernet_s tf_efficientnet_b0
+    mixnet_s tinynet_e mnasnet_050 spnasnet_100 fbnetc_100 mobilenetv1_100 efficientnetv2_rw_t tf_efficientnetv2_b0
+    regnety_002 mobilenetv3_small_050 mobilenetv4_conv_small convnextv2_atto resnetv2_50 eca_nfnet_l0 nfnet_l0
+    convformer_s18 maxxvit_rmlp_nano_rw_256 coatnet_nano_rw_224 levit_conv_128s darknet53 cs3darknet_s cspresnet50
+    vovnet39a efficientnet_b0_gn efficientnet_b0_g16_evos resnet50_gn skresnext50_32x4d botnet26t_256 lambda_resnet26t
+    eca_botnext26ts_256 bat_resnext26ts gcresnext26ts resnetrs50 visformer_small
+""")
 """Other layers and other orders of them than in the smallest member of the family."""
 
-TIMM_SIZES = {"inception_v4": 96, "halonet_h1": 256, "efficientformer_l1": 224, "bat_resnext26ts": 256}
+TIMM_SIZES = {
+    **dict.fromkeys(("inception_v3", "inception_v4", "inception_resnet_v2"), 128),
+    "efficientformer_l1": 224,
+    "halonet_h1": 256,
+    "bat_resnext26ts": 256,
+}
 """Larger than SIZE where a kernel would not fit, or where the size is built in."""
 
-TIMM_IMG_SIZE = (
-    "cait_xxs24_224",
-    "coat_tiny",
-    "convit_tiny",
-    "deit_tiny_patch16_224",
-    "efficientformerv2_s0",
-    "gcvit_xxtiny",
-    "hiera_tiny_224",
-    "levit_128s",
-    "maxvit_pico_rw_256",
-    "gmlp_ti16_224",
-    "pit_ti_224",
-    "swin_tiny_patch4_window7_224",
-    "swinv2_tiny_window16_256",
-    "swinv2_cr_tiny_224",
-    "tnt_s_legacy_patch16_224",
-    "visformer_tiny",
-    "vit_tiny_patch16_224",
-    "vit_tiny_r_s16_p8_224",
-    "vit_srelpos_small_patch16_224",
-    "vitamin_small_224",
-    "volo_d1_224",
-    "maxxvit_rmlp_nano_rw_256",
-    "coatnet_nano_rw_224",
-    "levit_conv_128s",
-    "botnet26t_256",
-    "eca_botnext26ts_256",
-    "visformer_small",
-)
+TIMM_IMG_SIZE = words("""
+    nest_tiny cait_xxs24_224 coat_tiny convit_tiny deit_tiny_patch16_224 efficientformerv2_s0 gcvit_xxtiny
+    hiera_tiny_224 levit_128s maxvit_pico_rw_256 gmlp_ti16_224 pit_ti_224 swin_tiny_patch4_window7_224
+    swinv2_tiny_window16_256 swinv2_cr_tiny_224 tnt_s_legacy_patch16_224 visformer_tiny vit_tiny_patch16_224
+    vit_tiny_r_s16_p8_224 vit_srelpos_small_patch16_224 vitamin_small_224 volo_d1_224 maxxvit_rmlp_nano_rw_256
+    coatnet_nano_rw_224 levit_conv_128s botnet26t_256 eca_botnext26ts_256 visformer_small
+""")
 """Built for one size, which an option sets."""
 
 
@@ -433,13 +381,15 @@ CROSS: dict[str, Any] = {
 }
 
 
-def diffusers_case(name: str, inputs: Callable[[], Inputs], discrete: bool = False, **options: Any) -> Case:
+def diffusers_case(
+    name: str, inputs: Callable[[], Inputs], discrete: bool = False, no_double: str = "", **options: Any
+) -> Case:
     def make() -> nn.Module:
         import diffusers
 
         return getattr(diffusers, name)(**options)
 
-    return Case(f"diffusers/{name}", make, inputs, discrete)
+    return Case(f"diffusers/{name}", make, inputs, discrete, no_double)
 
 
 DIFFUSERS = [
@@ -449,6 +399,7 @@ DIFFUSERS = [
         "AutoencoderTiny",
         lambda: (picture(32),),
         True,
+        "rounds to bytes, in float32",
         encoder_block_out_channels=(8, 8),
         decoder_block_out_channels=(8, 8),
         num_encoder_blocks=(1, 1),

@@ -205,7 +205,7 @@ def test_subclasses_with_their_own_forward_are_left_alone_and_reported(device):
     expected = model(x)
     with pytest.warns(UserWarning, match=r"left 2 convolutions alone: 0: OwnForward .*; 1: OwnInnerForward "):
         pc.convert(model, splits=2)
-    assert [type(m) for m in model] == [OwnForward, OwnInnerForward, pc.Conv2d, nn.ReLU]
+    assert [type(m) for m in model] == [OwnForward, OwnInnerForward, pc.Conv2d, pc.ReLU]
     torch.testing.assert_close(model(x), expected)
     text = str(pc.convert_report(model))
     assert "  0: left alone: OwnForward computes its forward itself" in text
@@ -247,13 +247,14 @@ def test_lazy_modules_are_left_alone():
 
 
 def test_report():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.Conv1d(3, 3, 3)), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.Conv1d(3, 3, 3)), nn.Upsample(9), nn.Fold(3, 3))
     before = str(pc.convert_report(model))
     pc.convert(model, splits=3)
     text = str(pc.convert_report(model))
     assert text != before
     assert "Conv2d" in text and "Conv1d" in text and "1.0" in text
-    assert "Linear" not in text, "what has no convolution in it needs no mention"
+    assert "  2: as it is: stock keeps sizes alone" in text
+    assert "Fold" not in text, "what this package has no layer for needs no mention"
     assert max(len(line) for line in text.splitlines()) <= 120
 
 

@@ -180,7 +180,8 @@ def test_special_values(device, cls, dtype, inplace):
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours.isnan(), theirs.isnan())
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
-            assert torch.equal(torch.signbit(ours), torch.signbit(theirs))
+            numbers = ~ours.isnan()
+            assert torch.equal(torch.signbit(ours[numbers]), torch.signbit(theirs[numbers]))
 
 
 def kept(module: nn.Module, x: Tensor) -> int:

@@ -29,6 +29,13 @@ const void* storage_of(const Tensor& tensor) {
 
 int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
+// Which saved-tensor hooks are at work: an address to compare with.
+const void* current_hooks() {
+  if (!at::SavedTensorDefaultHooks::is_enabled()) return nullptr;
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/false);
+  return hooks.has_value() ? hooks->first.ptr(&hooks->first.pyinterpreter()) : nullptr;
+}
+
 // The rebuilding operators must see what the forward ones saw below autocast.
 c10::DispatchKeySet autocast_keys() {
   return c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
@@ -57,7 +64,11 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
   }
   link.producer = dynamic_cast<LeanNode*>(made.grad_fn().get());
   if (link.producer == nullptr || !link.producer->made(made)) return std::nullopt;
-  if (sure) link.producer->provide(made);
+  if (!link.producer->made_under(current_hooks())) {
+    if (!link.producer->ready_for_others()) return std::nullopt;
+  } else if (sure) {
+    link.producer->provide(made);
+  }
   return link;
 }
 
@@ -75,7 +86,7 @@ void Source::keep(const Tensor& tensor) {
 void Source::keep_output(const Tensor& output) { save(output, /*output=*/true); }
 
 void Source::save(const Tensor& tensor, bool output) {
-  hooks_ = at::SavedTensorDefaultHooks::is_enabled() && at::SavedTensorDefaultHooks::get_hooks(false).has_value();
+  hooks_ = current_hooks() != nullptr;
   variable_ = torch::autograd::SavedVariable(tensor, output);
   saved_ = true;
   output_ = output;
@@ -100,7 +111,9 @@ void Source::promote() {
   if (!available()) keep(Tensor(noted_->lock()));
 }
 
-bool Source::secure() { return available() || (link_ && link_->producer->secure()); }
+bool Source::secure() {
+  return available() || (link_ && link_->producer->made_under(current_hooks()) && link_->producer->secure());
+}
 
 bool Source::available() const { return saved_ || (link_ && link_->producer->ready()); }
 
@@ -275,6 +288,8 @@ void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) 
   lean.version_ = output._version();
   lean.storage_ = storage_of(output);
   lean.strides_ = output.strides().vec();
+  lean.hooks_ = current_hooks();
+  lean.born_ready_ = lean.ready();
 }
 
 }  // namespace patchconv

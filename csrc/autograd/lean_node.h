@@ -87,6 +87,11 @@ class LeanNode : public torch::autograd::Node {
   bool secure();
   int64_t cost() const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, as it was made
+  // Whether a consumer may link to this node without saving anything: where other saved-tensor hooks are at work than
+  // when the node was made (inside of checkpointing, say), only if it was ready from the start. Code that is run again
+  // decides the same way then.
+  bool ready_for_others() const { return born_ready_; }
+  bool made_under(const void* hooks) const { return hooks_ == hooks; }
   at::Tensor value(bool* fresh = nullptr);
 
   std::string name() const override { return name_; }
@@ -123,6 +128,8 @@ class LeanNode : public torch::autograd::Node {
   uint32_t version_ = 0;
   const void* storage_ = nullptr;
   std::vector<int64_t> strides_;
+  bool born_ready_ = false;
+  const void* hooks_ = nullptr;
   bool output_saved_ = false;
   std::shared_ptr<std::vector<at::Tensor>> held_;
   Source output_;

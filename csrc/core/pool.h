@@ -48,8 +48,10 @@ struct PoolDim {
     return dim;
   }
 
+  // Coordinates of the first tap and behind the last; both may lie in the padding.
   int64_t start(int64_t o) const { return adaptive ? o * in / out : o * stride - padding; }
   int64_t taps(int64_t o) const { return adaptive ? ((o + 1) * in + out - 1) / out - start(o) : kernel; }
+  int64_t end(int64_t o) const { return start(o) + (taps(o) - 1) * dilation + 1; }
 
   PoolWindow window(int64_t o) const {
     const int64_t first = start(o);

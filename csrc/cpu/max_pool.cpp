@@ -2,10 +2,9 @@
 //
 // Beside the output, the forward pass gives each maximum's offset in its window (core/pool.h) as uint8,
 // uint16 or int32. From it the output can be gathered again, the gradient scattered and stock's int64 indices
-// made. The winner is stock's: taps in scan order, `value > best || isnan(value)`, so the first of equal
-// maxima and the last NaN; padding never wins. Half types are compared exactly. The gradient is summed in the
-// order of the outputs, as stock does it; half types are summed in float32, a few planes at a time, and
-// rounded once. Beyond that nothing is allocated but the results.
+// made. Half types are compared exactly. The gradient is summed in the order of the outputs, as stock does
+// it; half types are summed in float32, a few planes at a time, and rounded once. Beyond that nothing is
+// allocated but the results.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -28,7 +27,6 @@
 #else
 #define PATCHCONV_CLONES
 #endif
-#define PATCHCONV_INLINE __attribute__((always_inline))
 
 namespace patchconv {
 
@@ -39,7 +37,6 @@ using c10::irange;
 namespace {
 
 constexpr int64_t kLanes = 1024;     // columns (channels last: channels) whose maxima are found side by side
-constexpr int64_t kFewLanes = 4;     // fewer are done one by one
 constexpr int64_t kGrain = 32768;    // taps or elements below which another thread does not pay
 constexpr int64_t kPiece = 1 << 20;  // elements of a half type's gradient that are summed at once
 
@@ -54,7 +51,6 @@ struct Order<c10::BFloat16> : HalfPoolOrder<0x7f80> {};
 template <typename scalar_t, typename Tap>
 struct Job {
   using Raw = typename Order<scalar_t>::Raw;
-
   const Pool& pool;
   const Raw* input;
   Raw* output;
@@ -63,35 +59,33 @@ struct Job {
   int64_t blocks;  // of kLanes lanes, of a row
 };
 
-template <typename Tap>
-PATCHCONV_INLINE inline void put_offsets(const Tap* taps, int64_t lanes, void* offsets, int64_t bytes,
-                                         int64_t at) {
-  auto put = [&](auto* to) PATCHCONV_INLINE {
-    for (int64_t l = 0; l < lanes; ++l) to[l] = static_cast<std::remove_pointer_t<decltype(to)>>(taps[l]);
-  };
-  if (bytes == 1) return put(static_cast<uint8_t*>(offsets) + at);
-  if (bytes == 2) return put(static_cast<uint16_t*>(offsets) + at);
-  put(static_cast<int32_t*>(offsets) + at);
+template <typename Job, typename Tap>
+[[gnu::always_inline]] inline void put_offsets(const Job& job, const Tap* taps, int64_t lanes, int64_t at) {
+  if (job.offset_bytes == 1) {
+    std::copy_n(taps, lanes, static_cast<uint8_t*>(job.offsets) + at);
+  } else if (job.offset_bytes == 2) {
+    std::copy_n(taps, lanes, static_cast<uint16_t*>(job.offsets) + at);
+  } else {
+    std::copy_n(taps, lanes, static_cast<int32_t*>(job.offsets) + at);
+  }
 }
 
-// The maxima of `lanes` output elements from `at` on, whose values lie `stride` apart; `column` is the
-// first's.
+// Maxima of the output elements from `at` on: the first one's window is `column`, the next `stride` further.
 template <typename scalar_t, typename Tap>
-PATCHCONV_INLINE inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
-                                        const PoolWindow& column, int64_t channel, int64_t stride,
-                                        int64_t lanes, int64_t at) {
+[[gnu::always_inline]] inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
+                                              const PoolWindow& column, int64_t channel, int64_t stride,
+                                              int64_t lanes, int64_t at) {
   const int64_t inner = job.pool.inner;
   PoolMaxima<Order<scalar_t>, Tap, kLanes> maxima;
   maxima.scan(job.pool, row, column, job.input + row.outer * job.pool.plane() * inner + channel, inner,
               stride, lanes);
   std::copy_n(maxima.values(), lanes, job.output + at);
-  put_offsets(maxima.offsets, lanes, job.offsets, job.offset_bytes, at);
+  put_offsets(job, maxima.offsets, lanes, at);
 }
 
 // A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
 template <typename scalar_t, typename Tap>
-PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
-  using Raw = typename Order<scalar_t>::Raw;
+[[gnu::always_inline]] inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
   const Pool& pool = job.pool;
   const PoolDim& width = pool.width();
   const PoolRow row(pool, unit / job.blocks);
@@ -106,14 +100,13 @@ PATCHCONV_INLINE inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t un
   }
   const Range all{begin, std::min(begin + kLanes, width.out)};
   Range inside = intersect(all, width.interior());
-  if (inside.size() < kFewLanes) inside = {all.end, all.end};
+  if (inside.size() < 4) inside = {all.end, all.end};
   for (int64_t w = all.begin; w < all.end; w = w == inside.begin ? inside.end : w + 1) {
     const PoolWindow column = width.window(w);
     if (w != inside.begin) {
-      const Raw* plane = job.input + row.outer * pool.plane();
-      const PoolMaximum<Order<scalar_t>> maximum(pool, row, column, plane);
+      const PoolMaximum<Order<scalar_t>> maximum(pool, row, column, job.input + row.outer * pool.plane());
       job.output[first + w] = maximum.value;
-      put_offsets(&maximum.offset, 1, job.offsets, job.offset_bytes, first + w);
+      put_offsets(job, &maximum.offset, 1, first + w);
     } else if (width.stride == 1) {
       pool_lanes(job, row, column, 0, 1, inside.size(), first + w);
     } else if (width.stride == 2) {
@@ -143,10 +136,10 @@ void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const
   const int64_t lanes = pool.inner == 1 ? pool.width().out : pool.inner;
   const auto* from = static_cast<const Raw*>(input.const_data_ptr());
   auto* to = static_cast<Raw*>(output.mutable_data_ptr());
-  const Job<scalar_t, Tap> job{
-      pool, from, to, offsets.mutable_data_ptr(), offsets.element_size(), at::divup(lanes, kLanes)};
+  void* places = offsets.mutable_data_ptr();
+  const Job<scalar_t, Tap> job{pool, from, to, places, offsets.element_size(), at::divup(lanes, kLanes)};
   const int64_t work = pool.positions() * pool.width().out * pool.inner / std::max<int64_t>(1, job.blocks);
-  at::parallel_for(0, pool.rows() * job.blocks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)),
+  at::parallel_for(0, pool.rows() * job.blocks, kGrain / std::max<int64_t>(1, work) + 1,
                    [&](int64_t begin, int64_t end) { pool_units(job, begin, end); });
 }
 
@@ -172,21 +165,20 @@ void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
 // visit(start of the plane, element, position, place, inside) for all of the output, in parallel.
 template <typename Visit>
 void for_all(const Pool& pool, const Tensor& offsets, Visit visit) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, pool.width().out * pool.inner));
+  const int64_t grain = kGrain / std::max<int64_t>(1, pool.width().out * pool.inner) + 1;
   with_offsets(pool, offsets, [&](auto each) {
     at::parallel_for(0, pool.rows(), grain, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const int64_t plane = row / pool.rows_per_plane() * pool.plane() * pool.inner;
-        each(row, 0, pool.inner, [=](int64_t element, int64_t position, int64_t place, bool inside) {
-          visit(plane, element, position, place, inside);
-        });
+        each(row, 0, pool.inner, [=](auto... where) { visit(plane, where...); });
       }
     });
   });
 }
 
 // Parallel over planes, in channels-last formats over images and as many blocks of channels as give every
-// thread one. Half types: disjoint windows only.
+// thread one. Half types: disjoint windows only. Zeros are written along `lead`, just before the first sum
+// that may meet them, so that they are in the cache.
 template <typename scalar_t>
 void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const Tensor& result) {
   using Raw = typename Order<scalar_t>::Raw;
@@ -194,33 +186,42 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
   const Raw* from = static_cast<const Raw*>(grad.const_data_ptr());
   Raw* to = static_cast<Raw*>(result.mutable_data_ptr());
   const int64_t inner = pool.inner;
-  const int64_t plane = pool.plane();
-  const int64_t rows = pool.rows_per_plane();
   const int64_t pieces = at::divup(at::get_num_threads(), std::max<int64_t>(1, pool.outer));
-  const int64_t block = at::divup(at::divup(inner + 1, pieces), kCacheLine) * kCacheLine;
+  const int64_t block = at::divup(at::divup(std::max<int64_t>(1, inner), pieces), kCacheLine) * kCacheLine;
   const int64_t blocks = at::divup(inner, block);
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, plane * std::min(inner, block)));
+  const int64_t grain = kGrain / std::max<int64_t>(1, pool.plane() * std::min(inner, block)) + 1;
+  const PoolDim& lead = pool.depth().in > 1 || pool.depth().out > 1 ? pool.depth() : pool.height();
+  const int64_t rows = pool.rows_per_plane() / std::max<int64_t>(1, lead.out);
+  const int64_t slice = pool.plane() / std::max<int64_t>(1, lead.in);
+  const int64_t run = blocks == 1 ? slice : 1;
+  auto scatter_block = [=, &pool, &lead](int64_t outer, int64_t c0, int64_t c1, auto each) {
+    Raw* sums = to + outer * pool.plane() * inner;
+    int64_t zeroed = 0;
+    auto zero_to = [&](int64_t end) {
+      for (; zeroed < std::min(lead.in, end) * slice; zeroed += run) {
+        std::memset(sums + zeroed * inner + c0, 0, run * (c1 - c0) * sizeof(Raw));
+      }
+    };
+    for (int64_t o = 0; o < lead.out; ++o) {
+      zero_to(lead.end(o));
+      for (int64_t row = (outer * lead.out + o) * rows, r = 0; r < rows; ++r) {
+        each(row + r, c0, c1, [=](int64_t element, int64_t, int64_t place, bool inside) {
+          if (!inside) return;
+          if constexpr (std::is_same_v<Raw, scalar_t>) {
+            sums[place] += from[element];
+          } else {
+            sums[place] = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
+          }
+        });
+      }
+    }
+    zero_to(lead.in);
+  };
   with_offsets(pool, offsets, [&](auto each) {
     at::parallel_for(0, pool.outer * blocks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t outer = task / blocks;
         const int64_t c0 = task % blocks * block;
-        const int64_t c1 = std::min(inner, c0 + block);
-        Raw* sums = to + outer * plane * inner;
-        const int64_t runs = blocks == 1 ? 1 : plane;
-        for (int64_t i = 0; i < runs; ++i) {
-          std::memset(sums + i * inner + c0, 0, (c1 - c0) * (plane / runs) * sizeof(Raw));
-        }
-        for (int64_t row = outer * rows; row < (outer + 1) * rows; ++row) {
-          each(row, c0, c1, [=](int64_t element, int64_t, int64_t place, bool inside) {
-            if (!inside) return;
-            if constexpr (std::is_same_v<Raw, scalar_t>) {
-              sums[place] += from[element];
-            } else {
-              sums[place] = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
-            }
-          });
-        }
+        scatter_block(task / blocks, c0, std::min(inner, c0 + block), each);
       }
     });
   });
@@ -233,16 +234,14 @@ struct Shape {
 
 Pool make_pool(IntArrayRef input, IntArrayRef output, const Shape& shape, at::MemoryFormat format) {
   const size_t dims = shape.kernel.empty() ? 0 : input.size() - 2;
+  const auto [kernel, stride, padding, dilation] = shape;
   bool good = input.size() >= 3 && input.size() <= 5 && input.size() == output.size() &&
-              shape.kernel.size() == dims && shape.stride.size() >= dims && shape.padding.size() >= dims &&
-              shape.dilation.size() >= dims;
+              kernel.size() == dims && std::min({stride.size(), padding.size(), dilation.size()}) >= dims;
   for (const auto d : irange(good ? dims : 0)) {
-    good =
-        good && shape.kernel[d] > 0 && shape.stride[d] > 0 && shape.padding[d] >= 0 && shape.dilation[d] > 0;
+    good = good && kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0;
   }
-  TORCH_CHECK(good, "patchconv: cannot pool ", input, " to ", output, " with kernel ", shape.kernel,
-              ", stride ", shape.stride, ", padding ", shape.padding, ", dilation ", shape.dilation);
-  Pool pool(input.slice(2), output.slice(2), shape.kernel, shape.stride, shape.padding, shape.dilation);
+  TORCH_CHECK(good, "patchconv: cannot pool ", input, " to ", output, " with kernel ", kernel);
+  Pool pool(input.slice(2), output.slice(2), kernel, stride, padding, dilation);
   const bool last = format != at::MemoryFormat::Contiguous;
   pool.outer = last ? input[0] : input[0] * input[1];
   pool.inner = last ? input[1] : 1;
@@ -268,14 +267,13 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& input, IntArrayRef kernel, Int
   std::vector<int64_t> sizes = input.sizes().slice(0, std::min<size_t>(2, input.dim())).vec();
   sizes.insert(sizes.end(), output_size.begin(), output_size.end());
   const Pool pool = make_pool(input.sizes(), sizes, {kernel, stride, padding, dilation}, format);
-  const Tensor dense = input.contiguous(format);
   const Tensor output = at::empty(sizes, input.options().memory_format(format));
   const Tensor offsets = at::empty(sizes, input.options().dtype(offset_type(pool)).memory_format(format));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "max_pool", [&] {
     using Wide = std::conditional_t<sizeof(scalar_t) == 8, uint64_t, uint32_t>;
     using Narrow = std::conditional_t<sizeof(scalar_t) == 2, uint16_t, Wide>;
-    (offsets.element_size() < 4 ? pool_all<Narrow, scalar_t> : pool_all<Wide, scalar_t>)(pool, dense, output,
-                                                                                         offsets);
+    const auto pool_with = offsets.element_size() < 4 ? pool_all<Narrow, scalar_t> : pool_all<Wide, scalar_t>;
+    pool_with(pool, input.contiguous(format), output, offsets);
   });
   return {output, offsets};
 }
@@ -306,9 +304,8 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef 
   const Pool pool = pool_of(offsets, input_size, shape);
   const Tensor result = at::empty(input_size, grad.options().memory_format(format));
   if (grad.element_size() > 2 || pool.disjoint()) {
-    const Tensor dense = grad.contiguous(format);
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "max_pool_backward", [&] {
-      scatter<scalar_t>(pool, dense, offsets.contiguous(format), result);
+      scatter<scalar_t>(pool, grad.contiguous(format), offsets.contiguous(format), result);
     });
     return result;
   }

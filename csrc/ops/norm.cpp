@@ -11,7 +11,6 @@
 #include <ATen/ops/group_norm.h>
 #include <ATen/ops/instance_norm.h>
 #include <ATen/ops/layer_norm.h>
-#include <ATen/ops/relu.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/var_mean.h>
 #include <torch/library.h>
@@ -43,19 +42,14 @@ std::tuple<Tensor, Tensor> statistics_with_aten(const Tensor& input) {
 }
 
 Tensor normalize_with_aten(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                           const Tensor& mean, const Tensor& invstd, bool relu) {
-  Tensor y;
-  if (input.is_cuda()) {
-    y = at::batch_norm_elemt(input, weight, bias, mean, invstd, /*eps=*/0);
-  } else {
-    std::vector<int64_t> shape(input.dim(), 1);
-    shape[1] = -1;
-    const Tensor scale = weight.has_value() && weight->defined() ? invstd.mul(*weight) : invstd;
-    Tensor shift = mean.mul(scale).neg_();
-    if (bias.has_value() && bias->defined()) shift.add_(*bias);
-    y = input.mul(scale.view(shape)).add_(shift.view(shape)).to(input.scalar_type());
-  }
-  return relu ? at::relu_(y) : y;
+                           const Tensor& mean, const Tensor& invstd) {
+  if (input.is_cuda()) return at::batch_norm_elemt(input, weight, bias, mean, invstd, /*eps=*/0);
+  std::vector<int64_t> shape(input.dim(), 1);
+  shape[1] = -1;
+  const Tensor scale = weight.has_value() && weight->defined() ? invstd.mul(*weight) : invstd;
+  Tensor shift = mean.mul(scale).neg_();
+  if (bias.has_value() && bias->defined()) shift.add_(*bias);
+  return input.mul(scale.view(shape)).add_(shift.view(shape)).to(input.scalar_type());
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
@@ -65,7 +59,7 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
                            at::empty_symint({input.sym_size(1)}, options));
   });
   m.impl("_normalize", [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                          const Tensor&, bool) {
+                          const Tensor&) {
     return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
   });
 }
@@ -150,15 +144,15 @@ std::tuple<Tensor, Tensor> batch_statistics(const Tensor& input) {
 }
 
 Tensor normalize(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
-                 const Tensor& invstd, bool relu) {
+                 const Tensor& invstd) {
   static const auto op = handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                       const Tensor&, bool)>("_normalize");
+                                       const Tensor&)>("_normalize");
   const auto dtype = mean.scalar_type();
   auto parameter = [&](const OptionalTensor& tensor) -> OptionalTensor {
     if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
     return tensor->scalar_type() == dtype ? *tensor : tensor->to(dtype);
   };
-  return op.call(input, parameter(weight), parameter(bias), mean, invstd, relu);
+  return op.call(input, parameter(weight), parameter(bias), mean, invstd);
 }
 
 Tensor inverse_deviation(const Tensor& var, double eps) { return var.add(eps).rsqrt_(); }

@@ -14,10 +14,10 @@ using OptionalTensor = std::optional<at::Tensor>;
 // half precision.
 std::tuple<at::Tensor, at::Tensor> batch_statistics(const at::Tensor& input);
 
-// patchconv::_normalize: (input - mean) * invstd * weight + bias by channel, then a ReLU if `relu`. An element of
-// the result depends on its own value and its channel's numbers alone.
+// patchconv::_normalize: (input - mean) * invstd * weight + bias by channel. An element of the result depends on its
+// own value and its channel's numbers alone.
 at::Tensor normalize(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const at::Tensor& mean, const at::Tensor& invstd, bool relu = false);
+                     const at::Tensor& mean, const at::Tensor& invstd);
 
 at::Tensor inverse_deviation(const at::Tensor& var, double eps);
 

@@ -1,0 +1,232 @@
+// Batch norm's two passes over the data on the CPU: statistics of every channel, and the affine map by channel.
+//
+// Statistics: blocks small enough for the first-level cache are passed over twice, for their mean and for the
+// squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque, "Updating formulae and a
+// pairwise algorithm for computing sample variances", 1979). A large mean costs no digits that way. The partition
+// is fixed, so results do not depend on the number of threads.
+//
+// The map is one product and one sum an element, in float32 for half precision and rounded once. The two are
+// separate operations in vector code and in its remainders: the library is compiled without fused multiply-add, so
+// the value of an element does not depend on its place. Nothing is allocated but results and, for channels_last,
+// some numbers a channel.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/irange.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace patchconv {
+
+using at::Tensor;
+using c10::irange;
+
+namespace {
+
+constexpr int64_t kLanes = 16;     // independent sums: enough for the adders' latency
+constexpr int64_t kBlock = 2048;   // elements a block along a row
+constexpr int64_t kPixels = 64;    // pixels a block in channels_last
+constexpr int64_t kChunks = 64;    // parts of a channels_last image, at most
+constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
+
+struct Moments {
+  double count = 0, mean = 0, squares = 0;
+
+  void add(double n, double m, double s) {
+    const double total = count + n;
+    if (total == 0) return;
+    const double delta = m - mean;
+    mean += delta * (n / total);
+    squares += s + delta * delta * (count * n / total);
+    count = total;
+  }
+};
+
+template <typename Acc, typename T>
+Acc sum(const T* x, int64_t n) {
+  Acc lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<Acc>(x[i + j]);
+  }
+  for (int64_t j = 0; i < n; ++i, ++j) lanes[j] += static_cast<Acc>(x[i]);
+  Acc total = 0;
+  for (const Acc lane : lanes) total += lane;
+  return total;
+}
+
+template <typename Acc, typename T>
+Acc squares(const T* x, int64_t n, Acc mean) {
+  Acc lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const Acc d = static_cast<Acc>(x[i + j]) - mean;
+      lanes[j] += d * d;
+    }
+  }
+  for (int64_t j = 0; i < n; ++i, ++j) {
+    const Acc d = static_cast<Acc>(x[i]) - mean;
+    lanes[j] += d * d;
+  }
+  Acc total = 0;
+  for (const Acc lane : lanes) total += lane;
+  return total;
+}
+
+template <typename Acc, typename T>
+void row_moments(const T* x, int64_t n, Moments* moments) {
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t count = std::min(kBlock, n - i);
+    const Acc mean = sum<Acc>(x + i, count) / static_cast<Acc>(count);
+    // What rounding left in the block's mean is in the squares too; Chan's formula takes it as it is.
+    moments->add(static_cast<double>(count), mean, squares<Acc>(x + i, count, mean));
+  }
+}
+
+// (n, c, s), dense in that order.
+template <typename Acc, typename T>
+void contiguous_moments(const T* x, int64_t n, int64_t c, int64_t s, Moments* result) {
+  at::parallel_for(0, c, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * s)), [&](int64_t begin, int64_t end) {
+    for (int64_t channel = begin; channel < end; ++channel) {
+      for (int64_t image = 0; image < n; ++image) {
+        row_moments<Acc>(x + (image * c + channel) * s, s, result + channel);
+      }
+    }
+  });
+}
+
+// (pixels, c), dense in that order.
+template <typename Acc, typename T>
+void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* result) {
+  const int64_t blocks = (pixels + kPixels - 1) / kPixels;
+  const int64_t chunk = (blocks + kChunks - 1) / kChunks * kPixels;
+  const int64_t chunks = chunk == 0 ? 0 : (pixels + chunk - 1) / chunk;
+  std::vector<Moments> parts(chunks * c);
+  at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * c)), [&](int64_t begin, int64_t end) {
+    std::vector<Acc> means(c), sums(c);
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t last = std::min(pixels, (part + 1) * chunk);
+      for (int64_t p = part * chunk; p < last; p += kPixels) {
+        const int64_t count = std::min(kPixels, last - p);
+        const T* block = x + p * c;
+        std::fill(means.begin(), means.end(), Acc(0));
+        std::fill(sums.begin(), sums.end(), Acc(0));
+        for (int64_t q = 0; q < count; ++q) {
+          for (int64_t k = 0; k < c; ++k) means[k] += static_cast<Acc>(block[q * c + k]);
+        }
+        for (int64_t k = 0; k < c; ++k) means[k] /= static_cast<Acc>(count);
+        for (int64_t q = 0; q < count; ++q) {
+          for (int64_t k = 0; k < c; ++k) {
+            const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
+            sums[k] += d * d;
+          }
+        }
+        for (int64_t k = 0; k < c; ++k) parts[part * c + k].add(static_cast<double>(count), means[k], sums[k]);
+      }
+    }
+  });
+  for (const auto part : irange(chunks)) {
+    for (const auto k : irange(c)) {
+      const Moments& m = parts[part * c + k];
+      result[k].add(m.count, m.mean, m.squares);
+    }
+  }
+}
+
+bool channels_last(const Tensor& x) {
+  return !x.is_contiguous() && (x.is_contiguous(at::MemoryFormat::ChannelsLast) ||
+                                x.is_contiguous(at::MemoryFormat::ChannelsLast3d));
+}
+
+Tensor dense(const Tensor& input) {
+  return input.is_contiguous() || channels_last(input) ? input : input.contiguous(input.suggest_memory_format());
+}
+
+int64_t per_channel(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)); }
+
+std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input) {
+  const Tensor x = dense(input);
+  const int64_t c = x.size(1);
+  std::vector<Moments> moments(c);
+  const auto dtype = at::toOpMathType(x.scalar_type());
+  Tensor mean = at::empty({c}, x.options().dtype(dtype)), var = at::empty({c}, x.options().dtype(dtype));
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_statistics", [&] {
+    using Acc = at::opmath_type<scalar_t>;
+    const auto* data = x.const_data_ptr<scalar_t>();
+    if (channels_last(x)) {
+      channels_last_moments<Acc>(data, x.size(0) * per_channel(x), c, moments.data());
+    } else {
+      contiguous_moments<Acc>(data, x.size(0), c, per_channel(x), moments.data());
+    }
+    for (const auto k : irange(c)) {
+      mean.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(moments[k].mean);
+      var.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN for none
+    }
+  });
+  return {mean, var};
+}
+
+template <typename Acc, typename T>
+void map_row(const T* x, T* y, int64_t n, Acc scale, Acc shift) {
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(static_cast<Acc>(x[i]) * scale + shift);
+}
+
+template <typename Acc, typename T>
+void map_pixels(const T* x, T* y, int64_t pixels, int64_t c, const Acc* scale, const Acc* shift) {
+  for (int64_t p = 0; p < pixels; ++p) {
+    for (int64_t k = 0; k < c; ++k) y[p * c + k] = static_cast<T>(static_cast<Acc>(x[p * c + k]) * scale[k] + shift[k]);
+  }
+}
+
+// Parameters and statistics are (c), of the arithmetic's dtype.
+Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                     const Tensor& mean, const Tensor& invstd) {
+  const Tensor x = dense(input);
+  const int64_t c = x.size(1);
+  Tensor y = at::empty_like(x);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "normalize", [&] {
+    using Acc = at::opmath_type<scalar_t>;
+    std::vector<Acc> scale(c), shift(c);
+    auto numbers = [&](const std::optional<Tensor>& tensor) {
+      return tensor.has_value() && tensor->defined() ? tensor->contiguous() : Tensor();
+    };
+    const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous(), s = invstd.contiguous();
+    for (const auto k : irange(c)) {
+      scale[k] = s.const_data_ptr<Acc>()[k] * (w.defined() ? w.const_data_ptr<Acc>()[k] : Acc(1));
+      shift[k] = (b.defined() ? b.const_data_ptr<Acc>()[k] : Acc(0)) - m.const_data_ptr<Acc>()[k] * scale[k];
+    }
+    const auto* from = x.const_data_ptr<scalar_t>();
+    auto* to = y.mutable_data_ptr<scalar_t>();
+    if (channels_last(x)) {
+      const int64_t pixels = x.size(0) * per_channel(x);
+      at::parallel_for(0, pixels, std::max<int64_t>(1, kGrain / c), [&](int64_t begin, int64_t end) {
+        map_pixels(from + begin * c, to + begin * c, end - begin, c, scale.data(), shift.data());
+      });
+    } else {
+      const int64_t n = per_channel(x);
+      at::parallel_for(0, x.size(0) * c, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n)),
+                       [&](int64_t begin, int64_t end) {
+                         for (int64_t row = begin; row < end; ++row) {
+                           map_row(from + row * n, to + row * n, n, scale[row % c], shift[row % c]);
+                         }
+                       });
+    }
+  });
+  return y;
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
+  m.impl("_batch_statistics", &batch_statistics_cpu);
+  m.impl("_normalize", &normalize_cpu);
+}
+
+}  // namespace
+
+}  // namespace patchconv

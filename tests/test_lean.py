@@ -1,0 +1,172 @@
+"""`lean()` and convert(functional=True): functional code saves less, computes the same, and is left as it was after."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import patchconv_native as pc
+
+CALLS: dict[str, Any] = {
+    "F.relu": lambda x: F.relu(x), "F.relu in place": lambda x: F.relu(x, inplace=True),
+    "torch.relu": lambda x: torch.relu(x), "Tensor.relu": lambda x: x.relu(), "torch.relu_": lambda x: torch.relu_(x),
+    "Tensor.relu_": lambda x: x.relu_(), "F.leaky_relu": lambda x: F.leaky_relu(x, 0.2),
+    "F.leaky_relu_": lambda x: F.leaky_relu_(x, 0.2), "F.relu6": lambda x: F.relu6(x),
+    "F.hardtanh": lambda x: F.hardtanh(x, -0.5, 0.5), "F.hardtanh_": lambda x: F.hardtanh_(x, -0.5, 0.5),
+    "F.threshold": lambda x: F.threshold(x, 0.1, 2.0), "F.threshold_": lambda x: F.threshold_(x, 0.1, 2.0),
+    "F.hardsigmoid": lambda x: F.hardsigmoid(x), "F.silu": lambda x: F.silu(x), "F.gelu": lambda x: F.gelu(x),
+    "F.gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "F.hardswish": lambda x: F.hardswish(x),
+    "F.mish": lambda x: F.mish(x), "F.elu": lambda x: F.elu(x, 0.7), "F.selu": lambda x: F.selu(x),
+    "F.celu": lambda x: F.celu(x, 0.5), "F.softplus": lambda x: F.softplus(x, 2.0),
+    "torch.sigmoid": lambda x: torch.sigmoid(x), "Tensor.sigmoid": lambda x: x.sigmoid(),
+    "F.sigmoid": lambda x: F.sigmoid(x), "torch.tanh": lambda x: torch.tanh(x), "Tensor.tanh": lambda x: x.tanh(),
+    "F.prelu": lambda x: F.prelu(x, torch.full((4,), 0.3, dtype=x.dtype)),
+    "F.max_pool2d": lambda x: F.max_pool2d(x, 2), "F.max_pool2d by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=1, padding=1),
+    "torch.max_pool2d": lambda x: torch.max_pool2d(x, 2), "F.adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (3, None)),
+    "F.avg_pool2d": lambda x: F.avg_pool2d(x, 2), "F.adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, None)),
+    "F.max_pool1d": lambda x: F.max_pool1d(x[0], 2), "F.avg_pool1d": lambda x: F.avg_pool1d(x[0], 2),
+    "F.batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "torch.batch_norm": lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
+    "F.group_norm": lambda x: F.group_norm(x, 2), "F.layer_norm": lambda x: F.layer_norm(x, (6,)),
+    "torch.layer_norm": lambda x: torch.layer_norm(x, (6,)), "torch.group_norm": lambda x: torch.group_norm(x, 2),
+    "F.instance_norm": lambda x: F.instance_norm(x), "F.rms_norm": lambda x: F.rms_norm(x, (6,)),
+    "F.local_response_norm": lambda x: F.local_response_norm(x, 3),
+    "torch.cat": lambda x: torch.cat([x, x * 2], 1), "torch.cat by name": lambda x: torch.cat(tensors=(x, x), dim=1),
+    "torch.concat axis": lambda x: torch.concat([x, x], axis=1),
+    "x + y": lambda x: x + x.flip(0), "x + 1": lambda x: x + 1, "1 + x": lambda x: 1 + x, "x += y": lambda x: iadd(x, x.flip(0)),
+    "torch.add alpha": lambda x: torch.add(x, x.flip(0), alpha=2), "x.add_": lambda x: x.add_(x.flip(0)),
+    "x * y": lambda x: x * x.flip(0), "x * 2": lambda x: x * 2, "broadcast": lambda x: x * x.mean((2, 3), keepdim=True) + x[:1],
+    "torch.mul": lambda x: torch.mul(x, x.flip(0)), "x.mul": lambda x: x.mul(x.flip(0)),
+    "F.linear": lambda x: F.linear(x, torch.eye(6, dtype=x.dtype) + 1),
+    "F.conv2d": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype), padding="same"),
+    "F.conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype)),
+    "F.dropout in eval": lambda x: F.dropout(x, 0.4, training=False),
+}  # fmt: skip
+STOCK_DOES_IT = {"x + 1", "1 + x", "x * 2", "F.dropout in eval", "F.conv2d", "F.conv_transpose2d", "F.local_response_norm"}
+
+
+def iadd(x: Tensor, y: Tensor) -> Tensor:
+    x += y
+    return x
+
+
+def image(device: str = "cpu") -> Tensor:
+    torch.manual_seed(4)
+    return torch.randn(2, 4, 6, 6, device=device, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_values_and_gradients(name):
+    found = []
+    for block in (torch.enable_grad(), pc.lean()):
+        x = image()
+        inner = x * 1
+        with block:
+            y = CALLS[name](inner)
+        if isinstance(block, pc.lean) and name not in STOCK_DOES_IT:
+            assert "patchconv" in (y.grad_fn.name() + "".join(n.name() for n, _ in y.grad_fn.next_functions if n)), name
+        torch.manual_seed(2)
+        found.append((y, *torch.autograd.grad(y, x, torch.randn_like(y))))
+    for stock, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_drawn_from_the_generator():
+    x = image()
+    with pc.lean():
+        torch.manual_seed(1)
+        one = F.dropout(x, 0.5)
+        torch.manual_seed(1)
+        assert torch.equal(one, F.dropout(x, 0.5))
+    assert one.grad_fn.name() == "patchconv::DropoutBackward"
+
+
+def test_outside_of_the_block_nothing_is_changed():
+    with pc.lean(), pc.lean():
+        pass
+    assert "patchconv" not in F.relu(image()).grad_fn.name()
+    with pytest.raises(KeyError), pc.lean():
+        raise KeyError
+    assert "patchconv" not in F.relu(image()).grad_fn.name()
+
+
+def test_other_threads_are_not_concerned():
+    names: list[str] = []
+    with pc.lean():
+        thread = threading.Thread(target=lambda: names.append(F.relu(image()).grad_fn.name()))
+        thread.start()
+        thread.join()
+    assert "patchconv" not in names[0]
+
+
+def test_as_a_decorator():
+    @pc.lean()
+    def net(x: Tensor) -> Tensor:
+        """doc"""
+        return F.relu(x)
+
+    assert net(image()).grad_fn.name() == "patchconv::ReluBackward" and net.__doc__ == "doc"
+
+
+def test_tensor_subclasses_and_transforms_go_to_stock():
+    class Own(torch.Tensor):
+        pass
+
+    with pc.lean():
+        assert isinstance(F.relu(image().as_subclass(Own)), Own)
+        assert torch.func.vmap(F.relu)(image()).shape == (2, 4, 6, 6)
+        values, tangents = torch.func.jvp(lambda t: F.silu(F.relu(t)), (image().detach(),), (torch.ones(2, 4, 6, 6).double(),))
+    assert values.shape == tangents.shape
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+def test_convert_functional_and_back():
+    stock = nn.Sequential(Block(), Block(), nn.Conv2d(4, 2, 1)).double()
+    model = pc.convert(copy.deepcopy(stock), functional=True)
+    assert isinstance(model[0], Block) and "Block" in str(pc.convert_report(model))
+    x = image()
+    results = [[m(x), *torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()])] for m in (stock, model)]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+    assert model[0](x).grad_fn.name() == "patchconv::ReluBackward"
+    again = copy.deepcopy(model)
+    assert again[0](x).grad_fn.name() == "patchconv::ReluBackward"
+    pc.revert(model)
+    assert type(model[0]) is Block and "patchconv" not in model[0](x).grad_fn.name()
+
+
+def test_residual_sums_are_made_again():
+    """The sum in front of a block is not kept where batch norm and the sum before it give it."""
+    model = pc.convert(nn.Sequential(*(Block() for _ in range(3))), functional=True).double()
+    x = image()
+    seen = []
+    for block in model:
+        block.register_forward_hook(lambda m, i, o: seen.append(StorageWeakRef(o.untyped_storage())))
+    y = model(x)
+    assert [reference.expired() for reference in seen] == [True, True, False]
+    y.sum().backward()
+
+
+def test_checkpointed_blocks_recompute_as_they_ran():
+    from torch.utils.checkpoint import checkpoint
+
+    model = pc.convert(nn.Sequential(Block(), Block()), functional=True).double()
+    x = image()
+    want = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    y = checkpoint(model[1], checkpoint(model[0], x, use_reentrant=False), use_reentrant=False)
+    found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
+    torch.testing.assert_close(found, want)
