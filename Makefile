@@ -13,7 +13,8 @@ BUILD_NEEDS := setuptools>=77 wheel ninja packaging numpy
 DEMO_NEEDS := pillow rich matplotlib scikit-image
 TEST_NEEDS := pytest pytest-xdist hypothesis expecttest filelock $(if $(shell command -v cmake),,cmake<4)
 LINT_NEEDS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
-BENCH_NEEDS := patch-conv
+BENCH_NEEDS := patch-conv diffusers
+MODEL_NEEDS := timm diffusers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The environment. A stamp in it names what was installed, so that a change of the list installs again.
@@ -43,6 +44,7 @@ DEMO_STAMP := $(STAMP)-demo-$(call hash,$(DEMO_NEEDS))
 TEST_STAMP := $(STAMP)-test-$(call hash,$(TEST_NEEDS))
 LINT_STAMP := $(STAMP)-lint-$(call hash,$(LINT_NEEDS))
 BENCH_STAMP := $(STAMP)-bench-$(call hash,$(BENCH_NEEDS))
+MODEL_STAMP := $(STAMP)-model-$(call hash,$(MODEL_NEEDS))
 
 # Tests run in parallel, one process a core up to four: each holds its own torch. Threads share the cores between them.
 CORES := $(shell nproc 2>/dev/null || echo 2)
@@ -52,7 +54,7 @@ PYTEST_ARGS ?=
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build wheel cpp lint format bench gpu clean distclean
+.PHONY: help demo test build wheel cpp lint format bench models gpu clean distclean
 
 help: ## this list
 	@echo 'make TARGET [TORCH="torch==X.Y.Z"] [VENV=path] [PATCHCONV_CUDA=auto|0|1]'
@@ -95,6 +97,9 @@ format: $(LINT_STAMP) ## rewrites the sources as lint wants them
 bench: build $(DEMO_STAMP) $(BENCH_STAMP) ## time and memory beside stock PyTorch and patch_conv
 	$(PY) -m bench
 
+models: build $(TEST_STAMP) $(MODEL_STAMP) ## every model family of torchvision, timm and diffusers, converted against stock
+	PATCHCONV_ALL_MODELS=1 OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/test_models.py $(PYTEST_ARGS)
+
 gpu: build $(DEMO_STAMP) $(TEST_STAMP) ## the checks and measurements that need a GPU
 	$(PY) -m bench.gpu
 
@@ -128,3 +133,4 @@ $(eval $(call needs,DEMO,$(DEMO_STAMP),demo))
 $(eval $(call needs,TEST,$(TEST_STAMP),test))
 $(eval $(call needs,LINT,$(LINT_STAMP),lint))
 $(eval $(call needs,BENCH,$(BENCH_STAMP),bench))
+$(eval $(call needs,MODEL,$(MODEL_STAMP),model))

@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -79,20 +80,30 @@ def _graph(fn: Pass) -> list[Any]:
     return nodes
 
 
+class _Kept:
+    """What a hook gives to a node: as long as it lives, the node keeps the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def saved_bytes(fn: Pass, apart_from: Iterable[Tensor] = ()) -> int:
     """Bytes of the storages that autograd saves in fn(), each once, without those of `apart_from`: model.parameters(),
     and model.buffers() too where running statistics, which are saved but cost nothing, shall not count.
     """
     own, seen = Storages(), Storages()
     _add(own, apart_from, unless={})
+    kept: list[weakref.ref[_Kept]] = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        _add(seen, [tensor], unless=own)
-        return tensor
+    def pack(tensor: Tensor) -> _Kept:
+        holder = _Kept(tensor)
+        kept.append(weakref.ref(holder))
+        return holder
 
     _graph(fn)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _graph(fn)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
+        _nodes = _graph(fn)
+    _add(seen, [holder.tensor for reference in kept if (holder := reference()) is not None], unless=own)
     return sum(size for _, size in seen.values())
 
 

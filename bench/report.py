@@ -183,6 +183,45 @@ def resnet(data: dict[str, Any]) -> str:
     return f"{heading(data, 'ResNet-18, converted, on the CPU')}\n{table(head, lines)}\n"
 
 
+def lean(data: dict[str, Any]) -> str:
+    parts = [heading(data, "What training keeps for backward")]
+
+    def share(row: dict[str, Any], form: str, way: str = "held") -> str:
+        if any("error" in row[side] for side in ("stock", form)):
+            return str(row[form].get("error", row["stock"].get("error")))
+        return f"{row[form][way] / max(1, row['stock'][way]):.3f}"
+
+    def stock(row: dict[str, Any]) -> str:
+        return row["stock"].get("error") or f"{row['stock']['held'] / MIB:.1f}"
+
+    def met(row: dict[str, Any]) -> str:
+        if any("error" in row[form] for form in ("stock", "convert", "functional")):
+            return ""
+        least = min(row[form]["held"] for form in ("convert", "functional"))
+        return verdict(least <= 1.03 * row["floor"] * row["stock"]["held"])
+
+    parts.append(
+        f"Batch 2, {data['side']} squared, all trained. MiB alive with the graph; the rest in units of stock's.\n"
+    )
+    parts.append(table(
+        ["model", "stock MiB", "convert", "convert(functional=True)", "by hooks: convert", "functional", "floor",
+         "<= 1.03 floors"],
+        [[row["model"], stock(row), share(row, "convert"), share(row, "functional"), share(row, "convert", "saved"),
+          share(row, "functional", "saved"), row["floor"], met(row)] for row in data["floors"]],
+    ))  # fmt: skip
+    parts.append("\nThe cases of memsave's paper, by what is trained.\n")
+    parts.append(table(
+        ["model", "trained", "stock MiB", "convert", "convert(functional=True)"],
+        [[row["model"], row["case"], stock(row), share(row, "convert"), share(row, "functional")]
+         for row in data["cases"]],
+    ))  # fmt: skip
+    if data["toy"]:
+        cells = [data["toy"][form].get("error") or f"{data['toy'][form]['peak'] / MIB:.0f}" for form in data["toy"]]
+        parts.append("\nTen convolutions, the fourth trained: peak of a step above its input, MiB.\n")
+        parts.append(table(list(data["toy"]), [cells]))
+    return "\n".join(parts) + "\n"
+
+
 def gpu(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: checks, memory and time")]
     if "tests" in data:
@@ -246,6 +285,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "padding": padding,
     "half": half,
     "resnet": resnet,
+    "lean": lean,
     "gpu": gpu,
 }
 

@@ -66,13 +66,15 @@ TORCH_LIBRARY(patchconv, m) {
 
   // Norms. `training`: with the batch's own statistics, which move the running ones if they are given.
   m.def(
-      "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, "
       "bool training, float momentum, float eps) -> Tensor");
   m.def(
       "instance_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, bool use_input_stats, float momentum, float eps) -> Tensor");
   m.def(
-      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor");
+      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> "
+      "Tensor");
   m.def(
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
       "eps=1e-05) -> Tensor");
@@ -88,15 +90,19 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("feature_alpha_dropout(Tensor input, float p=0.5) -> Tensor");
   m.def("_dropout(Tensor input, Tensor seed, float p, float scale, float shift, float fill) -> Tensor");
 
-  // Max pools keep the place of the maximum in its window; an empty `kernel_size` means adaptive. core/pool.h.
+  // Max pools keep the place of the maximum in its window; an empty `kernel_size` means adaptive.
+  // core/pool.h.
   m.def(
-      "max_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, bool "
+      "max_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, "
+      "bool "
       "ceil_mode=False) -> Tensor");
   m.def(
-      "max_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool "
+      "max_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, "
+      "bool "
       "ceil_mode=False) -> Tensor");
   m.def(
-      "max_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool "
+      "max_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, "
+      "bool "
       "ceil_mode=False) -> Tensor");
   m.def("adaptive_max_pool1d(Tensor input, int[1] output_size) -> Tensor");
   m.def("adaptive_max_pool2d(Tensor input, int[2] output_size) -> Tensor");
@@ -111,18 +117,22 @@ TORCH_LIBRARY(patchconv, m) {
       "_max_pool_backward(Tensor grad, Tensor offsets, SymInt[] input_size, int[] kernel_size, int[] stride, "
       "int[] padding, int[] dilation) -> Tensor");
   m.def(
-      "_max_pool_indices(Tensor offsets, SymInt[] input_size, int[] kernel_size, int[] stride, int[] padding, "
+      "_max_pool_indices(Tensor offsets, SymInt[] input_size, int[] kernel_size, int[] stride, int[] "
+      "padding, "
       "int[] dilation) -> Tensor");
 
   // Average pools, whose backward needs sizes alone.
   m.def(
-      "avg_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool ceil_mode=False, bool "
+      "avg_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, bool "
+      "ceil_mode=False, bool "
       "count_include_pad=True) -> Tensor");
   m.def(
-      "avg_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool "
+      "avg_pool2d(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool "
+      "ceil_mode=False, bool "
       "count_include_pad=True, int? divisor_override=None) -> Tensor");
   m.def(
-      "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool "
+      "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool "
+      "ceil_mode=False, bool "
       "count_include_pad=True, int? divisor_override=None) -> Tensor");
   m.def("adaptive_avg_pool1d(Tensor input, int[1] output_size) -> Tensor");
   m.def("adaptive_avg_pool2d(Tensor input, int[2] output_size) -> Tensor");

@@ -255,7 +255,7 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     for module, cls, entries in changes:
         module.__class__ = cls
         if isinstance(module, Split):
-            module._splits = entries  # type: ignore[assignment]
+            module._splits = entries
     left = {
         name: reason
         for name, reason in convert_report(model).left.items()

@@ -1,8 +1,8 @@
 """`lean()`: functional code, unchanged, through this package's functions.
 
-Inside the block `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and their like are those of `lean_functional` and `functional`,
-which compute the same and keep less for backward. Only what the block itself calls is meant: a library's C++ code that
-calls operators further down keeps what it kept.
+Inside the block `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and their like are those of `lean_functional` and
+`functional`, which compute the same and keep less for backward. Only what the block itself calls is meant: a library's
+C++ code that calls operators further down keeps what it kept.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def _dropout(ours: Callable[..., Any]) -> Callable[..., Any]:
 def _table() -> dict[Any, Callable[..., Any]]:
     nn_ops: Any = torch._C._nn
     same = (
-        "relu leaky_relu hardtanh relu6 threshold hardsigmoid prelu silu gelu hardswish mish elu selu celu softplus "
-        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm instance_norm group_norm "
-        "layer_norm rms_norm local_response_norm adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
-        "adaptive_avg_pool2d adaptive_avg_pool3d"
-    ).split()
-    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(lean_f, name) for name in same}
+        "relu leaky_relu hardtanh relu6 threshold hardsigmoid prelu silu gelu hardswish mish elu selu celu "
+        "softplus dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm "
+        "instance_norm group_norm layer_norm rms_norm local_response_norm adaptive_max_pool1d "
+        "adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool2d adaptive_avg_pool3d"
+    )
+    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(lean_f, name) for name in same.split()}
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         table[getattr(torch, name)] = getattr(functional, name)
     for dims in (1, 2, 3):
-        for place in (torch, F):
-            table[getattr(place, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
+        for module in (torch, F):
+            table[getattr(module, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
     table[F.linear] = lean_f.linear
     table[torch.avg_pool1d] = lean_f.avg_pool1d
     table[nn_ops.avg_pool2d] = lean_f.avg_pool2d
@@ -86,7 +86,8 @@ def _table() -> dict[Any, Callable[..., Any]]:
     table[torch.adaptive_avg_pool1d] = lean_f.adaptive_avg_pool1d
     table[nn_ops.softplus] = lean_f.softplus
     table[nn_ops.gelu] = lean_f.gelu
-    for place in (torch, Tensor):
+    places: tuple[Any, ...] = (torch, Tensor)
+    for place in places:
         table[place.relu] = lambda input: lean_f.relu(input)
         table[place.relu_] = _without_inplace(lean_f.relu, place.relu_)
         table[place.sigmoid] = lean_f.sigmoid
@@ -138,7 +139,7 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class lean:  # noqa: N801 (used as torch.no_grad is)
+class lean:
     """`with pc.lean():` or `@pc.lean()`: functional code in the block keeps what this package's layers keep.
 
     F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on

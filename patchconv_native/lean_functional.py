@@ -256,9 +256,9 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.layer_norm: input (..., *normalized_shape). Keeps its input, mean and deviation of each row."""
+    """torch.nn.functional.layer_norm: input (..., *normalized_shape). Keeps its input, and two numbers a row."""
     if not _ours(input, weight, bias):
-        return F.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
     return _ops.layer_norm.default(input, normalized_shape, weight, bias, eps)
 
 
@@ -267,19 +267,15 @@ def rms_norm(
 ) -> Tensor:
     """torch.nn.functional.rms_norm: input (..., *normalized_shape). Keeps its input."""
     if not _ours(input, weight):
-        return F.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
+        return F.rms_norm(input, normalized_shape, weight, eps)
     return _ops.rms_norm.default(input, normalized_shape, weight, eps)
 
 
-def local_response_norm(
-    input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-) -> Tensor:
+def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
     """torch.nn.functional.local_response_norm, recorded anew in backward: keeps its input, where stock keeps five."""
     if not _ours(input) or not (torch.is_grad_enabled() and input.requires_grad):
         return F.local_response_norm(input, size, alpha, beta, k)
-    return checkpoint(  # type: ignore[no-any-return]
-        F.local_response_norm, input, size, alpha, beta, k, use_reentrant=False, preserve_rng_state=False
-    )
+    return checkpoint(F.local_response_norm, input, size, alpha, beta, k, use_reentrant=False, preserve_rng_state=False)
 
 
 def _max_pool(dims: int) -> Callable[..., Any]:
@@ -380,7 +376,7 @@ avg_pool1d, avg_pool2d, avg_pool3d = (_avg_pool(dims) for dims in (1, 2, 3))
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """torch.cat. Where its output is needed in backward, its parts are kept, and each but once."""
-    return _ops.cat.default(tensors, dim) if tensors and _ours(*tensors) else torch.cat(tensors, dim)
+    return _ops.cat.default(tensors, dim) if tensors and _ours(*tensors) else torch.cat(list(tensors), dim)
 
 
 def add(input: Tensor, other: Any, *, alpha: float = 1) -> Tensor:

@@ -28,9 +28,12 @@ CALLS: dict[str, Any] = {
     "torch.sigmoid": lambda x: torch.sigmoid(x), "Tensor.sigmoid": lambda x: x.sigmoid(),
     "F.sigmoid": lambda x: F.sigmoid(x), "torch.tanh": lambda x: torch.tanh(x), "Tensor.tanh": lambda x: x.tanh(),
     "F.prelu": lambda x: F.prelu(x, torch.full((4,), 0.3, dtype=x.dtype)),
-    "F.max_pool2d": lambda x: F.max_pool2d(x, 2), "F.max_pool2d by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=1, padding=1),
-    "torch.max_pool2d": lambda x: torch.max_pool2d(x, 2), "F.adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (3, None)),
-    "F.avg_pool2d": lambda x: F.avg_pool2d(x, 2), "F.adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, None)),
+    "F.max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "F.max_pool2d by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=1, padding=1),
+    "torch.max_pool2d": lambda x: torch.max_pool2d(x, 2),
+    "F.adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (3, None)),
+    "F.avg_pool2d": lambda x: F.avg_pool2d(x, 2),
+    "F.adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, None)),
     "F.max_pool1d": lambda x: F.max_pool1d(x[0], 2), "F.avg_pool1d": lambda x: F.avg_pool1d(x[0], 2),
     "F.batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "torch.batch_norm": lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True),
@@ -40,16 +43,26 @@ CALLS: dict[str, Any] = {
     "F.local_response_norm": lambda x: F.local_response_norm(x, 3),
     "torch.cat": lambda x: torch.cat([x, x * 2], 1), "torch.cat by name": lambda x: torch.cat(tensors=(x, x), dim=1),
     "torch.concat axis": lambda x: torch.concat([x, x], axis=1),
-    "x + y": lambda x: x + x.flip(0), "x + 1": lambda x: x + 1, "1 + x": lambda x: 1 + x, "x += y": lambda x: iadd(x, x.flip(0)),
+    "x + y": lambda x: x + x.flip(0), "x + 1": lambda x: x + 1, "1 + x": lambda x: 1 + x,
+    "x += y": lambda x: iadd(x, x.flip(0)),
     "torch.add alpha": lambda x: torch.add(x, x.flip(0), alpha=2), "x.add_": lambda x: x.add_(x.flip(0)),
-    "x * y": lambda x: x * x.flip(0), "x * 2": lambda x: x * 2, "broadcast": lambda x: x * x.mean((2, 3), keepdim=True) + x[:1],
+    "x * y": lambda x: x * x.flip(0), "x * 2": lambda x: x * 2,
+    "broadcast": lambda x: x * x.mean((2, 3), keepdim=True) + x[:1],
     "torch.mul": lambda x: torch.mul(x, x.flip(0)), "x.mul": lambda x: x.mul(x.flip(0)),
     "F.linear": lambda x: F.linear(x, torch.eye(6, dtype=x.dtype) + 1),
     "F.conv2d": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype), padding="same"),
     "F.conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype)),
     "F.dropout in eval": lambda x: F.dropout(x, 0.4, training=False),
 }  # fmt: skip
-STOCK_DOES_IT = {"x + 1", "1 + x", "x * 2", "F.dropout in eval", "F.conv2d", "F.conv_transpose2d", "F.local_response_norm"}
+STOCK_DOES_IT = {
+    "x + 1",
+    "1 + x",
+    "x * 2",
+    "F.dropout in eval",
+    "F.conv2d",
+    "F.conv_transpose2d",
+    "F.local_response_norm",
+}
 
 
 def iadd(x: Tensor, y: Tensor) -> Tensor:
@@ -122,7 +135,9 @@ def test_tensor_subclasses_and_transforms_go_to_stock():
     with pc.lean():
         assert isinstance(F.relu(image().as_subclass(Own)), Own)
         assert torch.func.vmap(F.relu)(image()).shape == (2, 4, 6, 6)
-        values, tangents = torch.func.jvp(lambda t: F.silu(F.relu(t)), (image().detach(),), (torch.ones(2, 4, 6, 6).double(),))
+        values, tangents = torch.func.jvp(
+            lambda t: F.silu(F.relu(t)), (image().detach(),), (torch.ones(2, 4, 6, 6).double(),)
+        )
     assert values.shape == tangents.shape
 
 

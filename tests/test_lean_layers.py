@@ -48,7 +48,8 @@ SAME_NORMS: list[Case] = [
     (nn.GroupNorm, (3, 6), {}, IMAGE), (nn.GroupNorm, (1, 6), {"affine": False}, LINE),
     (nn.LayerNorm, (7,), {}, IMAGE), (nn.LayerNorm, ((9, 7),), {"elementwise_affine": False}, IMAGE),
     (nn.LayerNorm, (7,), {"bias": False}, IMAGE), (nn.RMSNorm, (7,), {}, IMAGE),
-    (nn.LocalResponseNorm, (3,), {}, IMAGE), (nn.Linear, (7, 5), {}, IMAGE), (nn.Linear, (7, 5), {"bias": False}, (4, 7)),
+    (nn.LocalResponseNorm, (3,), {}, IMAGE), (nn.Linear, (7, 5), {}, IMAGE),
+    (nn.Linear, (7, 5), {"bias": False}, (4, 7)),
 ]  # fmt: skip
 OWN_NORMS: list[Case] = [
     (cls, (shape[1],), options, shape)
@@ -149,7 +150,9 @@ def test_norms_are_as_exact_as_stock(device, case, dtype, layout, training):
     stock, ours = (module.train(training) for module in pair(case, device, dtype))
     exact = copy.deepcopy(stock).double()
     x = image(case[3], device, dtype, layout)
-    results = [forward_backward(module, x.to(t)) for module, t in ((ours, dtype), (stock, dtype), (exact, torch.float64))]
+    results = [
+        forward_backward(module, x.to(t)) for module, t in ((ours, dtype), (stock, dtype), (exact, torch.float64))
+    ]
     for got, theirs, want in zip(*results, strict=True):
         assert got.shape == theirs.shape and got.dtype == theirs.dtype
         if not got.is_floating_point():
@@ -157,7 +160,9 @@ def test_norms_are_as_exact_as_stock(device, case, dtype, layout, training):
             continue
         error, stock_error = ((t.double() - want.double()).abs().max().item() for t in (got, theirs))
         unit = torch.finfo(dtype).eps * max(want.abs().max().item(), 1.0)
-        assert error <= 1.1 * stock_error + (64 if dtype == torch.float64 else 4) * unit, f"{error:.3e}, stock {stock_error:.3e}"
+        assert error <= 1.1 * stock_error + (64 if dtype == torch.float64 else 4) * unit, (
+            f"{error:.3e}, stock {stock_error:.3e}"
+        )
 
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 6.0, 3.0, -3.0, 1.0, -1.0, 0.1]
@@ -165,7 +170,9 @@ SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid], ids=lambda c: c.__name__
+)
 def test_special_values(device, cls, dtype, inplace):
     # What becomes of NaN in stock's Hardtanh depends on the element's place: 0 where vectors do it, grad elsewhere.
     values = SPECIAL[1:] if issubclass(cls, nn.Hardtanh) else SPECIAL
@@ -205,7 +212,8 @@ BYTES: list[tuple[Case, float]] = [
     ((nn.LeakyReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Hardsigmoid, (), {}, (2, 8, 16, 16)), 1 / 32),
     ((nn.Threshold, (0.1, 9.0), {}, (2, 8, 16, 16)), 1 / 32), ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1),
     ((nn.Sigmoid, (), {}, (2, 8, 16, 16)), 1), ((nn.MaxPool2d, (2,), {}, (2, 8, 16, 16)), 1 / 16),
-    ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)), ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),
+    ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)),
+    ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),
     ((nn.AdaptiveAvgPool2d, (2,), {}, (2, 8, 16, 16)), 0), ((nn.LocalResponseNorm, (3,), {}, (2, 8, 16, 16)), 1),
     ((nn.RMSNorm, (16,), {}, (2, 8, 16, 16)), 1),
 ]  # fmt: skip

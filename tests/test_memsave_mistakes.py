@@ -57,7 +57,9 @@ def test_padding_mode_is_obeyed(mode):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_frozen_layers_in_other_dtypes(dtype):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)).to(dtype).requires_grad_(False)
+    model = (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)).to(dtype).requires_grad_(False)
+    )
     x = torch.randn(2, 3, 8, 8, dtype=dtype, requires_grad=True)
     y = pc.convert(model)(x)
     assert y.dtype == dtype
@@ -70,9 +72,7 @@ def test_autocast_gives_the_low_precision():
         assert model(torch.randn(2, 3, 8, 8)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "affine,momentum,track", itertools.product([True, False], [0.1, None], [True, False]), ids=str
-)
+@pytest.mark.parametrize("affine,momentum,track", itertools.product([True, False], [0.1, None], [True, False]), ids=str)
 def test_batch_norm_with_every_option(affine, momentum, track):
     make = lambda: nn.BatchNorm2d(4, affine=affine, momentum=momentum, track_running_stats=track)  # noqa: E731
     stock, ours = make(), pc.convert(make())

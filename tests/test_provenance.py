@@ -42,7 +42,8 @@ CHAINS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
     "gate": lambda x, p: lf.mul(lf.sigmoid(x.mean((2, 3), keepdim=True)), lf.silu(batch_norm(x, p))),
     "channels dropped": lambda x, p: lf.dropout2d(batch_norm(x, p), 0.4),
     "alpha dropout": lambda x, p: lf.alpha_dropout(lf.selu(batch_norm(x, p)), 0.2, training=True),
-    "permuted layer_norm": lambda x, p: lf.layer_norm(x.permute(0, 2, 3, 1), [4], p["gamma"], p["beta"]).permute(0, 3, 1, 2),
+    "permuted layer_norm": lambda x, p: lf.layer_norm(
+        x.permute(0, 2, 3, 1), [4], p["gamma"], p["beta"]).permute(0, 3, 1, 2),
     "avg_pool": lambda x, p: lf.avg_pool2d(lf.hardswish(batch_norm(x, p)), 3, 1, 1),
     "rms_norm": lambda x, p: lf.rms_norm(x, [6], None),
 }  # fmt: skip
@@ -306,7 +307,7 @@ def test_autocast(device, name):
 
 
 def test_frozen_weights_keep_no_input(device):
-    x, p, w = leaves(device)
+    x, _, w = leaves(device)
     with Counting() as counting:
         y = pc.functional.conv2d(lf.relu(x * 1), w.detach(), padding=1)
     assert sum(t.nbytes for t in counting.packed if t.shape != w.shape) == x.numel() // 8
@@ -315,7 +316,7 @@ def test_frozen_weights_keep_no_input(device):
 
 def test_an_output_that_is_kept_replaces_the_mask(device):
     """conv -> ReLU -> conv: stock keeps the ReLU's output alone, and so it is here."""
-    x, p, w = leaves(device)
+    x, _, w = leaves(device)
     middle = lf.relu(x * 1)
     reference = StorageWeakRef(middle.untyped_storage())
     y = pc.functional.conv2d(middle, w, padding=1)
@@ -328,16 +329,20 @@ def test_an_output_that_is_kept_replaces_the_mask(device):
 
 def test_parts_of_a_concatenation_are_kept_once(device):
     """Densely connected layers: memory grows with depth, not with its square."""
-    x, p, _ = leaves(device, torch.float32)
+    x, _, _ = leaves(device, torch.float32)
     with Counting() as counting:
         features = [x * 1]
-        for i in range(6):
+        for _ in range(6):
             h = lf.cat(features, 1)
             w = torch.randn(4, h.shape[1], 1, 1, device=device, requires_grad=True)
             h = lf.relu(lf.batch_norm(h, None, None, training=True))
             features.append(pc.functional.conv2d(h, w))
         y = lf.cat(features, 1).sum()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in counting.packed if t.dim() == 4 and t.shape[2] == 6}
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in counting.packed
+        if t.dim() == 4 and t.shape[2] == 6
+    }
     assert sum(storages.values()) == 6 * x.nbytes
     y.backward()
 

@@ -1,5 +1,5 @@
-// Autocast for the layers whose stock operators it concerns: linear and PReLU run in the lower precision; on CUDA
-// softplus and the norms other than batch norm in float32, on the CPU the pools of volumes.
+// Autocast for the layers whose stock operators it concerns: linear and PReLU run in the lower precision; on
+// CUDA softplus and the norms other than batch norm in float32, on the CPU the pools of volumes.
 #include "autocast/lower.h"
 
 #include <torch/library.h>
@@ -13,8 +13,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 Tensor autocast_to(at::ScalarType dtype, const Tensor& tensor, c10::DeviceType device) {
-  const bool concerned = tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
-                         tensor.device().type() == device;
+  const bool concerned = tensor.defined() && tensor.is_floating_point() &&
+                         tensor.scalar_type() != at::kDouble && tensor.device().type() == device;
   if (concerned && !tensor.is_leaf() && tensor.requires_grad()) return cast(tensor, dtype);
   return at::autocast::cached_cast(dtype, tensor, device);
 }
@@ -51,11 +51,13 @@ struct Cast<kDevice, kLower, Result(Arguments...)> {
 using Unary = Tensor(const Tensor&, const at::Scalar&, const at::Scalar&);
 using Prelu = Tensor(const Tensor&, const Tensor&);
 using Linear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&);
-using LayerNorm = Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double);
+using LayerNorm = Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&,
+                         double);
 using RmsNorm = Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, std::optional<double>);
 using GroupNorm = Tensor(const Tensor&, int64_t, const OptionalTensor&, const OptionalTensor&, double);
 using MaxPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, bool);
-using AvgPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool, std::optional<int64_t>);
+using AvgPool = Tensor(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, bool, bool,
+                       std::optional<int64_t>);
 using AdaptivePool = Tensor(const Tensor&, IntArrayRef);
 
 template <c10::DeviceType kDevice, bool kLower, typename Signature, const char* const* kName>

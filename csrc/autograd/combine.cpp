@@ -1,9 +1,9 @@
-// Cheap operators that keep nothing, or what stock keeps, and whose output can be made again from their operands:
-// concatenation, sums, products, and the casts of autocast.
+// Cheap operators that keep nothing, or what stock keeps, and whose output can be made again from their
+// operands: concatenation, sums, products, and the casts of autocast.
 //
-// An operand is not kept alive for that: it comes from its own producer, or is saved when a consumer asks for the
-// output and somebody still holds the operand. A densely connected network keeps each feature once that way,
-// not once for every layer behind it.
+// An operand is not kept alive for that: it comes from its own producer, or is saved when a consumer asks for
+// the output and somebody still holds the operand. A densely connected network keeps each feature once that
+// way, not once for every layer behind it.
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
@@ -67,8 +67,7 @@ Tensor cat(at::TensorList tensors, int64_t dim) {
     return served(tensor) && !has_tangent(tensor) && tensor.scalar_type() == tensors[0].scalar_type() &&
            tensor.dim() == tensors[0].dim() && tensor.dim() > 0;
   };
-  if (tensors.empty() || !std::all_of(tensors.begin(), tensors.end(), plain) ||
-      !needs_node(tensors)) {
+  if (tensors.empty() || !std::all_of(tensors.begin(), tensors.end(), plain) || !needs_node(tensors)) {
     return at::cat(tensors, dim);
   }
   Tensor y;
@@ -219,7 +218,8 @@ class CastBackward final : public LeanNode {
 };
 
 Tensor cast_autograd(const Tensor& x, at::ScalarType dtype) {
-  const bool real = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
+  const bool real =
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16;
   if (x.scalar_type() == dtype || !needs_node(x) || !served(x) || !real || has_tangent(x)) return x.to(dtype);
   const auto node = make_node<CastBackward>(x);
   node->input.note(x);
@@ -263,9 +263,9 @@ class LinearBackward final : public LeanNode {
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const bool has_bias = bias.has_value() && bias->defined();
   auto fits = [&](const Tensor& tensor) { return served(tensor) && tensor.scalar_type() == x.scalar_type(); };
-  if (!needs_node(x, weight, bias) || !served(x) || !fits(weight) || (has_bias && !fits(*bias)) || x.dim() < 2 ||
-      weight.dim() != 2 || x.size(-1) != weight.size(1) || x.numel() == 0 || weight.numel() == 0 || has_tangent(x) ||
-      has_tangent(weight) || has_tangent(bias)) {
+  if (!needs_node(x, weight, bias) || !served(x) || !fits(weight) || (has_bias && !fits(*bias)) ||
+      x.dim() < 2 || weight.dim() != 2 || x.size(-1) != weight.size(1) || x.numel() == 0 ||
+      weight.numel() == 0 || has_tangent(x) || has_tangent(weight) || has_tangent(bias)) {
     return at::linear(x, weight, bias);
   }
   std::vector<Tensor> edges{x, weight};
@@ -292,7 +292,9 @@ Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return
 Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
 Tensor stock_cat(at::TensorList tensors, int64_t dim) { return at::cat(tensors, dim); }
 // A copy in any case: an operator's result must not be its input.
-Tensor stock_cast(const Tensor& x, at::ScalarType dtype) { return x.to(dtype, /*non_blocking=*/false, /*copy=*/true); }
+Tensor stock_cast(const Tensor& x, at::ScalarType dtype) {
+  return x.to(dtype, /*non_blocking=*/false, /*copy=*/true);
+}
 
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("cat", &cat);

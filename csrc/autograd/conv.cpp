@@ -73,8 +73,8 @@ struct OwnedSpec {
   ConvSpec spec;
 };
 
-// A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer alive:
-// compiled autograd runs a copy.
+// A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer
+// alive: compiled autograd runs a copy.
 void save_link(AutogradContext* ctx, const Link& link) {
   std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer), link.view, link.offset};
   numbers.insert(numbers.end(), link.sizes.begin(), link.sizes.end());
@@ -96,9 +96,10 @@ Tensor linked_value(AutogradContext* ctx) {
   while (node != nullptr && node != link.producer) {
     node = node->next_edges().empty() ? nullptr : node->next_edge(0).function.get();
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(node != nullptr,
-                              "patchconv: compiled autograd is not served where an input is made again from its "
-                              "producer; call patchconv_native.recompute(False) before the forward pass");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      node != nullptr,
+      "patchconv: compiled autograd is not served where an input is made again from its "
+      "producer; call patchconv_native.recompute(False) before the forward pass");
   return link.value();
 }
 
@@ -156,8 +157,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     const auto mask = wanted(ctx, {true, true, (owned.flags & 1) != 0});
     const Tensor input = mask[1] && (owned.flags & 2) != 0 ? linked_value(ctx) : saved[0];
     std::tie(result[0], result[1], result[2]) = call_conv_backward(
-        owned.spec, grads[0], optional(input), optional(saved[1]),
-        saved_sizes(ctx, "input_size", saved[0]), saved_sizes(ctx, "weight_size", saved[1]), mask);
+        owned.spec, grads[0], optional(input), optional(saved[1]), saved_sizes(ctx, "input_size", saved[0]),
+        saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }
 };

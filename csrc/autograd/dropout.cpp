@@ -1,9 +1,9 @@
 // Dropout and its kin: nothing is kept but the seed that the mask was made from.
 //
-// The seed is a tensor drawn from torch's own generator, so that torch.manual_seed, checkpointing and graph capture
-// see it. On the CPU the mask follows from it element by element (core/philox.h) and is made anew in backward. Where
-// there is no such kernel yet (CUDA), the mask is drawn by stock operators and kept as bits. Dropping whole channels
-// takes one number a channel, made from the seed in either case.
+// The seed is a tensor drawn from torch's own generator, so that torch.manual_seed, checkpointing and graph
+// capture see it. On the CPU the mask follows from it element by element (core/philox.h) and is made anew in
+// backward. Where there is no such kernel yet (CUDA), the mask is drawn by stock operators and kept as bits.
+// Dropping whole channels takes one number a channel, made from the seed in either case.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/alpha_dropout.h>
 #include <ATen/ops/dropout.h>
@@ -50,7 +50,8 @@ Tensor draw_seed(const Tensor& x) {
 }
 
 Tensor call_dropout(const Tensor& x, const Tensor& seed, const Noise& n) {
-  static const auto op = handle<Tensor(const Tensor&, const Tensor&, double, double, double, double)>("_dropout");
+  static const auto op =
+      handle<Tensor(const Tensor&, const Tensor&, double, double, double, double)>("_dropout");
   return op.call(x, seed, n.p, n.scale, n.shift, n.fill);
 }
 
@@ -104,7 +105,8 @@ struct DropoutAgain : torch::autograd::Function<DropoutAgain> {
   }
 };
 
-Tensor dropout_by_seed(const Tensor& x, const Tensor& seed, double p, double scale, double shift, double fill) {
+Tensor dropout_by_seed(const Tensor& x, const Tensor& seed, double p, double scale, double shift,
+                       double fill) {
   if (needs_node(x)) return DropoutAgain::apply(x, seed, p, scale, shift, fill);
   const at::AutoDispatchBelowADInplaceOrView guard;
   return call_dropout(x, seed, {p, scale, shift, fill});
@@ -160,7 +162,8 @@ class FeatureDropoutBackward final : public LeanNode {
     shape[1] = like.sym_size(1);
     const Tensor ones = at::ones_symint(shape, like.options());
     if (philox(like)) {
-      return shifts ? call_dropout(ones.zero_(), seed, {n.p, 0, n.shift, n.fill}) : call_dropout(ones, seed, for_gradient(n));
+      return shifts ? call_dropout(ones.zero_(), seed, {n.p, 0, n.shift, n.fill})
+                    : call_dropout(ones, seed, for_gradient(n));
     }
     return shifts ? mask_backward(ones, seed, n.shift, n.fill) : mask_backward(ones, seed, n.scale, 0);
   }
@@ -179,7 +182,8 @@ class FeatureDropoutBackward final : public LeanNode {
 };
 
 Tensor by_channel(const char* name, const Tensor& x, const Noise& noise) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, name, ": expected input to have at least 2 dimensions (N, C, ...), got ", x.dim());
+  TORCH_CHECK_VALUE(x.dim() >= 2, name, ": expected input to have at least 2 dimensions (N, C, ...), got ",
+                    x.dim());
   Tensor y, seed;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -248,11 +252,13 @@ TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) {
   m.impl("dropout_", [](Tensor& x, double p) -> Tensor& { return at::dropout_(x, p, true); });
   m.impl("alpha_dropout", [](const Tensor& x, double p) { return at::alpha_dropout(x, p, true); });
   m.impl("feature_dropout", [](const Tensor& x, double p) { return at::feature_dropout(x, p, true); });
-  m.impl("feature_alpha_dropout", [](const Tensor& x, double p) { return at::feature_alpha_dropout(x, p, true); });
+  m.impl("feature_alpha_dropout",
+         [](const Tensor& x, double p) { return at::feature_alpha_dropout(x, p, true); });
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
-  m.impl("_dropout", [](const Tensor& x, const Tensor&, double, double, double, double) { return at::empty_like(x); });
+  m.impl("_dropout",
+         [](const Tensor& x, const Tensor&, double, double, double, double) { return at::empty_like(x); });
 }
 
 }  // namespace

@@ -19,15 +19,18 @@ using torch::autograd::Node;
 
 namespace {
 
-// A value may take the writing of this many times its own elements. A batch norm, a ReLU and the max pool behind
-// them take 9, residual sums some more each; past it the tensor is saved.
+// A value may take the writing of this many times its own elements. A batch norm, a ReLU and the max pool
+// behind them take 9, residual sums some more each; past it the tensor is saved.
 constexpr int64_t kMostWrites = 10;
 
 const void* storage_of(const Tensor& tensor) {
-  return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+  return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
+                              : nullptr;
 }
 
-int64_t bytes_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
+int64_t bytes_of(const Tensor& tensor) {
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
 
 // Which saved-tensor hooks are at work: an address to compare with.
 const void* current_hooks() {
@@ -134,7 +137,8 @@ Tensor Source::get(Node& owner, bool* fresh) {
     if (hooks_ && torch::autograd::get_current_graph_task_id() != -1) {
       // Hooks may be costly, and those of checkpointing give a tensor out once a pass only.
       unpacked_ = tensor;
-      torch::autograd::Engine::get_default_engine().queue_callback([this, alive = owner.getptr()] { forget(); });
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [this, alive = owner.getptr()] { forget(); });
     }
   }
   return tensor;
@@ -147,16 +151,17 @@ void Source::release() {
 }
 
 bool LeanNode::made(const Tensor& output) const {
-  return known_ && output._version() == version_ && storage_of(output) == storage_ && output.numel() == numel_;
+  return known_ && output._version() == version_ && storage_of(output) == storage_ &&
+         output.numel() == numel_;
 }
 
 bool LeanNode::ready() const {
   if (released_ || !known_) return false;
   if (output_saved_) return true;
   const auto needed = const_cast<LeanNode*>(this)->sources();
-  return !needed.empty() &&
-         std::all_of(needed.begin(), needed.end(), [](const Source* source) { return source->available(); }) &&
-         cost() <= kMostWrites * numel_;
+  return !needed.empty() && std::all_of(needed.begin(), needed.end(), [](const Source* source) {
+    return source->available();
+  }) && cost() <= kMostWrites * numel_;
 }
 
 int64_t LeanNode::cost() const {

@@ -1,14 +1,14 @@
 // Recompute by provenance: the base of this library's nodes, and what they keep of their inputs.
 //
-// A LeanNode can make its output again from what it keeps anyway. A node that needs its input in backward first
-// looks for the input's producer (Link::find): if that is a LeanNode, the consumer keeps no tensor but the way
-// there, and in backward asks for the value, uses it and drops it. Chains compose: of batch norm -> ReLU ->
-// dropout -> convolution the batch norm's input alone is kept.
+// A LeanNode can make its output again from what it keeps anyway. A node that needs its input in backward
+// first looks for the input's producer (Link::find): if that is a LeanNode, the consumer keeps no tensor but
+// the way there, and in backward asks for the value, uses it and drops it. Chains compose: of batch norm ->
+// ReLU -> dropout -> convolution the batch norm's input alone is kept.
 //
-// The rules. A value made again equals the original bit for bit: the same operators run on the same tensors. An
-// output that was written to since, or that is used without gradients, is saved as usual. What is saved goes
-// through SavedVariable, where hooks and the version check see it; a node whose tensors are freed gives PyTorch's
-// own error. With grad mode on (create_graph) values are made again differentiably.
+// The rules. A value made again equals the original bit for bit: the same operators run on the same tensors.
+// An output that was written to since, or that is used without gradients, is saved as usual. What is saved
+// goes through SavedVariable, where hooks and the version check see it; a node whose tensors are freed gives
+// PyTorch's own error. With grad mode on (create_graph) values are made again differentiably.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -81,15 +81,15 @@ class LeanNode : public torch::autograd::Node {
  public:
   // Called in forward by consumers with this node's output. From then on value() gives it.
   void provide(const at::Tensor& output);
-  // Whether it can without keeping more, or (secure) by keeping operands in the output's place; and the elements
-  // that value() writes.
+  // Whether it can without keeping more, or (secure) by keeping operands in the output's place; and the
+  // elements that value() writes.
   bool ready() const;
   bool secure();
   int64_t cost() const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, as it was made
-  // Whether a consumer may link to this node without saving anything: where other saved-tensor hooks are at work than
-  // when the node was made (inside of checkpointing, say), only if it was ready from the start. Code that is run again
-  // decides the same way then.
+  // Whether a consumer may link to this node without saving anything: where other saved-tensor hooks are at
+  // work than when the node was made (inside of checkpointing, say), only if it was ready from the start.
+  // Code that is run again decides the same way then.
   bool ready_for_others() const { return born_ready_; }
   bool made_under(const void* hooks) const { return hooks_ == hooks; }
   at::Tensor value(bool* fresh = nullptr);
@@ -99,14 +99,15 @@ class LeanNode : public torch::autograd::Node {
   void release_variables() final;
   // Sets this node as the output's grad_fn, or (`in_place`) puts it at the end of what the output was.
   static void attach(const at::Tensor& output, const NodePtr& node, bool in_place = false);
-  // Keeps operands alive that are only noted, until the next node of this thread that does not come from this one:
-  // a concatenation's parts often have no other owner by the time its consumer asks for them.
+  // Keeps operands alive that are only noted, until the next node of this thread that does not come from this
+  // one: a concatenation's parts often have no other owner by the time its consumer asks for them.
   void hold(at::TensorList operands);
 
  protected:
   explicit LeanNode(const char* name) : name_(name) {}
 
-  // `grad` is defined. One gradient an edge; where an edge does not need one (task_should_compute_output), none.
+  // `grad` is defined. One gradient an edge; where an edge does not need one (task_should_compute_output),
+  // none.
   virtual variable_list backward(const at::Tensor& grad) = 0;
   // The output again, in memory of its own.
   virtual at::Tensor rebuild() = 0;

@@ -1,8 +1,8 @@
 // Gradients of the piecewise linear activations: ReLU, LeakyReLU, Hardtanh and ReLU6, Threshold, Hardsigmoid,
 // PReLU.
 //
-// They keep one bit an element; or, where somebody needs the output anyway and it says as much, their output in
-// place of the bits. The slope of a PReLU is a parameter: its gradient needs the input.
+// They keep one bit an element; or, where somebody needs the output anyway and it says as much, their output
+// in place of the bits. The slope of a PReLU is a parameter: its gradient needs the input.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_prelu_kernel.h>
 #include <ATen/ops/_prelu_kernel_backward.h>
@@ -27,8 +27,8 @@ using at::Tensor;
 namespace {
 
 struct MaskSelect : torch::autograd::Function<MaskSelect> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& grad, const Tensor& bits, double inside,
-                        double outside) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& grad, const Tensor& bits,
+                        double inside, double outside) {
     ctx->save_for_backward({bits});
     ctx->saved_data["factors"] = std::vector<double>{inside, outside};
     ctx->saved_data["strides"] = grad.sym_strides();
@@ -88,8 +88,8 @@ class MaskedBackward final : public ActivationNode {
 
   // Whether the output tells on which side the input was.
   bool output_tells() const {
-    return mask == Mask::kRelu || (mask == Mask::kLeakyRelu && a >= 0) || (mask == Mask::kHardtanh && a < b) ||
-           (mask == Mask::kThreshold && b <= a);
+    return mask == Mask::kRelu || (mask == Mask::kLeakyRelu && a >= 0) ||
+           (mask == Mask::kHardtanh && a < b) || (mask == Mask::kThreshold && b <= a);
   }
   void output_was_saved() override {
     if (output_tells()) bits.release();
@@ -202,7 +202,8 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("relu", [](const Tensor& x) { return masked(x, Mask::kRelu, 0, 0); });
   m.impl("relu_", [](Tensor& x) -> Tensor& { return masked_(x, Mask::kRelu, 0, 0); });
   m.impl("leaky_relu", [](const Tensor& x, const Scalar& a) { return masked(x, Mask::kLeakyRelu, a, 0); });
-  m.impl("leaky_relu_", [](Tensor& x, const Scalar& a) -> Tensor& { return masked_(x, Mask::kLeakyRelu, a, 0); });
+  m.impl("leaky_relu_",
+         [](Tensor& x, const Scalar& a) -> Tensor& { return masked_(x, Mask::kLeakyRelu, a, 0); });
   m.impl("hardtanh",
          [](const Tensor& x, const Scalar& a, const Scalar& b) { return masked(x, Mask::kHardtanh, a, b); });
   m.impl("hardtanh_", [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& {

@@ -1,9 +1,9 @@
-// Gradients of batch, group, layer and RMS norm. Each keeps its input, and per channel, group or row a mean and a
-// deviation; batch norm in eval mode its input only where the weight needs a gradient. All of them can be made
-// again from that by their elementwise part.
+// Gradients of batch, group, layer and RMS norm. Each keeps its input, and per channel, group or row a mean
+// and a deviation; batch norm in eval mode its input only where the weight needs a gradient. All of them can
+// be made again from that by their elementwise part.
 //
-// First derivatives are stock's own backward operators. Where stock has no differentiable backward operator, second
-// ones go through its forward operator, recorded anew.
+// First derivatives are stock's own backward operators. Where stock has no differentiable backward operator,
+// second ones go through its forward operator, recorded anew.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/group_norm.h>
@@ -70,7 +70,8 @@ class NormNode : public LeanNode {
     // New tensors with the history of the old ones: gradients stop here, and can be differentiated further.
     auto stand_in = [&](const Tensor& tensor) {
       if (!tensor.defined()) return tensor;
-      return create_graph && tensor.requires_grad() ? tensor.view_as(tensor) : tensor.detach().requires_grad_();
+      return create_graph && tensor.requires_grad() ? tensor.view_as(tensor)
+                                                    : tensor.detach().requires_grad_();
     };
     const std::array<Tensor, 3> all{stand_in(given[0]), stand_in(given[1]), stand_in(given[2])};
     const auto want = wanted();
@@ -78,8 +79,9 @@ class NormNode : public LeanNode {
     for (size_t i = 0; i < 3; ++i) {
       if (want[i]) inputs.push_back(all[i]);
     }
-    const variable_list grads = torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {grad}, /*retain_graph=*/create_graph,
-                                                      create_graph, /*allow_unused=*/true);
+    const variable_list grads =
+        torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {grad},
+                              /*retain_graph=*/create_graph, create_graph, /*allow_unused=*/true);
     size_t next = 0;
     for (size_t i = 0; i < 3; ++i) {
       if (want[i]) result[i] = grads[next++];
@@ -129,11 +131,13 @@ class BatchNormBackward final : public NormNode {
     if (keeps_input) {
       const Tensor x = input.get(*this);
       const Tensor invstd = inverse_deviation(variance, eps);
-      // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics in half.
+      // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics in
+      // half.
       const Tensor scale = w.defined() ? w.to(average.scalar_type()) : w;
       auto [grad_input, grad_weight, grad_bias] =
-          training ? at::native_batch_norm_backward(grad, x, scale, {}, {}, average, invstd, true, eps, want)
-                   : at::native_batch_norm_backward(grad, x, scale, average, variance, {}, {}, false, eps, want);
+          training
+              ? at::native_batch_norm_backward(grad, x, scale, {}, {}, average, invstd, true, eps, want)
+              : at::native_batch_norm_backward(grad, x, scale, average, variance, {}, {}, false, eps, want);
       if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
       if (want[2]) grad_bias = grad_bias.to(get_bias().scalar_type());
       return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);
@@ -167,8 +171,8 @@ class BatchNormBackward final : public NormNode {
 };
 
 Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                           const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
-                           double momentum, double eps) {
+                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                           bool training, double momentum, double eps) {
   if (!served(input) || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
     return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
                           /*cudnn_enabled=*/true);
@@ -204,8 +208,9 @@ class GroupNormBackward final : public NormNode {
   int64_t groups = 1;
 
   // As stock's group_norm calls it: (output, mean, rstd).
-  static std::tuple<Tensor, Tensor, Tensor> native(const Tensor& x, int64_t groups, const OptionalTensor& weight,
-                                                   const OptionalTensor& bias, double eps) {
+  static std::tuple<Tensor, Tensor, Tensor> native(const Tensor& x, int64_t groups,
+                                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                                   double eps) {
     const auto sizes = x.sym_sizes();
     return at::native_group_norm_symint(x, weight, bias, sizes[0], sizes[1],
                                         c10::multiply_integers(sizes.slice(2)), groups, eps);
@@ -224,8 +229,8 @@ class GroupNormBackward final : public NormNode {
     const Tensor x = dense(input.get(*this));
     const auto sizes = x.sym_sizes();
     const auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward_symint(
-        grad.contiguous(x.suggest_memory_format()), x, mean.get(*this), deviation.get(*this), get_weight(), sizes[0],
-        sizes[1], c10::multiply_integers(sizes.slice(2)), groups, wanted());
+        grad.contiguous(x.suggest_memory_format()), x, mean.get(*this), deviation.get(*this), get_weight(),
+        sizes[0], sizes[1], c10::multiply_integers(sizes.slice(2)), groups, wanted());
     return on_edges(grad_input, grad_weight, grad_bias);
   }
 
@@ -236,12 +241,13 @@ class GroupNormBackward final : public NormNode {
   }
 };
 
-Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight, const OptionalTensor& bias,
-                  double eps) {
+Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight,
+                  const OptionalTensor& bias, double eps) {
   const bool fits = input.dim() >= 2 && groups > 0 && input.size(1) % groups == 0 &&
                     (!weight.has_value() || !weight->defined() || weight->numel() == input.size(1)) &&
                     (!bias.has_value() || !bias->defined() || bias->numel() == input.size(1));
-  if (!ours(input, weight, bias) || !fits || input.numel() == 0) return at::group_norm(input, groups, weight, bias, eps);
+  if (!ours(input, weight, bias) || !fits || input.numel() == 0)
+    return at::group_norm(input, groups, weight, bias, eps);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
   node->groups = groups;
   node->eps = eps;
@@ -249,7 +255,8 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
   Tensor y, mean, rstd;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(y, mean, rstd) = GroupNormBackward::native(GroupNormBackward::dense(input), groups, weight, bias, eps);
+    std::tie(y, mean, rstd) =
+        GroupNormBackward::native(GroupNormBackward::dense(input), groups, weight, bias, eps);
   }
   node->mean.keep(mean);
   node->deviation.keep(rstd);
@@ -271,8 +278,9 @@ class LayerNormBackward final : public NormNode {
         return at::layer_norm_symint(x, shape, w, b, eps);
       });
     }
-    const auto [grad_input, grad_weight, grad_bias] = at::native_layer_norm_backward_symint(
-        grad, input.get(*this), shape, mean.get(*this), deviation.get(*this), get_weight(), get_bias(), wanted());
+    const auto [grad_input, grad_weight, grad_bias] =
+        at::native_layer_norm_backward_symint(grad, input.get(*this), shape, mean.get(*this),
+                                              deviation.get(*this), get_weight(), get_bias(), wanted());
     return on_edges(grad_input, grad_weight, grad_bias);
   }
 
@@ -285,7 +293,8 @@ class LayerNormBackward final : public NormNode {
 
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  if (!ours(input, weight, bias) || input.numel() == 0) return at::layer_norm_symint(input, shape, weight, bias, eps);
+  if (!ours(input, weight, bias) || input.numel() == 0)
+    return at::layer_norm_symint(input, shape, weight, bias, eps);
   Tensor y, mean, rstd;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -312,9 +321,7 @@ class RmsNormBackward final : public NormNode {
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor&) {
-      return value(x, w);
-    });
+    return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor&) { return value(x, w); });
   }
   Tensor rebuild() override { return value(input.get(*this), get_weight()); }
 

@@ -1,5 +1,5 @@
-// Gradients of pools. A max pool keeps the place of each maximum in its window, one byte an output for windows of
-// up to 256 places; an average pool sizes alone.
+// Gradients of pools. A max pool keeps the place of each maximum in its window, one byte an output for
+// windows of up to 256 places; an average pool sizes alone.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_adaptive_avg_pool2d.h>
 #include <ATen/ops/_adaptive_avg_pool2d_backward.h>
@@ -51,8 +51,8 @@ class MaxPoolBackward final : public LeanNode {
 
 // Taking the maxima's places and putting gradients there are linear, and each other's transpose.
 struct TakeOrPut : torch::autograd::Function<TakeOrPut> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& offsets, bool take,
-                        c10::SymIntArrayRef input_size, const PoolSpec& spec) {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& offsets,
+                        bool take, c10::SymIntArrayRef input_size, const PoolSpec& spec) {
     ctx->save_for_backward({offsets});
     ctx->saved_data["take"] = take;
     ctx->saved_data["size"] = input_size;
@@ -90,8 +90,8 @@ Tensor take_autograd(const Tensor& input, const Tensor& offsets, IntArrayRef ker
   return max_pool_take(input, offsets, spec);
 }
 
-Tensor put_autograd(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size, IntArrayRef kernel,
-                    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+Tensor put_autograd(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
+                    IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
   if (needs_node(grad)) return TakeOrPut::apply(grad, offsets, false, input_size, spec);
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -145,8 +145,8 @@ std::optional<std::vector<int64_t>> output_size(const Tensor& x, const PoolSpec&
 }
 
 template <int kDims, auto kStock>
-Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
-                   bool ceil_mode) {
+Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                   IntArrayRef dilation, bool ceil_mode) {
   if (ours_with(x, kDims) && !kernel.empty()) {
     const PoolSpec spec{expanded(kernel, kDims), expanded(stride.empty() ? kernel : stride, kDims),
                         expanded(padding, kDims), expanded(dilation, kDims)};
@@ -161,7 +161,8 @@ Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntA
 template <int kDims, auto kStock>
 Tensor adaptive_max_pool_nd(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, kDims);
-  const bool fits = size.size() == kDims && std::all_of(size.begin(), size.end(), [](int64_t n) { return n > 0; });
+  const bool fits =
+      size.size() == kDims && std::all_of(size.begin(), size.end(), [](int64_t n) { return n > 0; });
   if (!ours_with(x, kDims) || !fits) return std::get<0>(kStock(x, output));
   if (x.dim() == kDims + 2) return max_pool(x, {}, size);
   return max_pool(x.unsqueeze(0), {}, size).squeeze(0);
@@ -177,19 +178,21 @@ struct AvgPoolSpec {
   std::optional<int64_t> divisor = {};
 
   Tensor forward(const Tensor& x) const {
-    if (adaptive) return dims == 2 ? at::_adaptive_avg_pool2d(x, kernel) : at::_adaptive_avg_pool3d(x, kernel);
+    if (adaptive)
+      return dims == 2 ? at::_adaptive_avg_pool2d(x, kernel) : at::_adaptive_avg_pool3d(x, kernel);
     return dims == 2 ? at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)
                      : at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
   }
   // `like` stands for the input: only its sizes and layout are read.
   Tensor backward(const Tensor& grad, const Tensor& like) const {
     if (adaptive) {
-      return dims == 2 ? at::_adaptive_avg_pool2d_backward(grad, like) : at::_adaptive_avg_pool3d_backward(grad, like);
+      return dims == 2 ? at::_adaptive_avg_pool2d_backward(grad, like)
+                       : at::_adaptive_avg_pool3d_backward(grad, like);
     }
-    return dims == 2 ? at::avg_pool2d_backward(grad, like, kernel, stride, padding, ceil_mode, count_include_pad,
-                                               divisor)
-                     : at::avg_pool3d_backward(grad, like, kernel, stride, padding, ceil_mode, count_include_pad,
-                                               divisor);
+    return dims == 2 ? at::avg_pool2d_backward(grad, like, kernel, stride, padding, ceil_mode,
+                                               count_include_pad, divisor)
+                     : at::avg_pool3d_backward(grad, like, kernel, stride, padding, ceil_mode,
+                                               count_include_pad, divisor);
   }
 };
 
@@ -228,27 +231,31 @@ Tensor avg_pool(const Tensor& x, const AvgPoolSpec& spec) {
   return y;
 }
 
-Tensor lean_avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
-                  bool count_include_pad, std::optional<int64_t> divisor) {
-  if (!ours_with(x, 2)) return at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
-  return avg_pool(x, {2, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+Tensor lean_avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                       bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
+  if (!ours_with(x, 2))
+    return at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
+  return avg_pool(
+      x, {2, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
-Tensor lean_avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
-                  bool count_include_pad, std::optional<int64_t> divisor) {
-  if (!ours_with(x, 3)) return at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
-  return avg_pool(x, {3, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+Tensor lean_avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                       bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
+  if (!ours_with(x, 3))
+    return at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
+  return avg_pool(
+      x, {3, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
 // As stock does it: a row of height one.
-Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, bool ceil_mode,
-                  bool count_include_pad) {
+Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                       bool ceil_mode, bool count_include_pad) {
   if (!ours_with(x, 1) || kernel.size() != 1 || stride.size() > 1 || padding.size() != 1) {
     return at::avg_pool1d(x, kernel, stride, padding, ceil_mode, count_include_pad);
   }
   const int64_t step = stride.empty() ? kernel[0] : stride[0];
-  return lean_avg_pool2d(x.unsqueeze(-2), {1, kernel[0]}, {1, step}, {0, padding[0]}, ceil_mode, count_include_pad,
-                    std::nullopt)
+  return lean_avg_pool2d(x.unsqueeze(-2), {1, kernel[0]}, {1, step}, {0, padding[0]}, ceil_mode,
+                         count_include_pad, std::nullopt)
       .squeeze(-2);
 }
 

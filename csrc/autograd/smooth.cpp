@@ -1,5 +1,5 @@
-// Gradients of the smooth activations: SiLU, GELU, Hardswish, ELU, Softplus, Mish, which keep their input, and
-// sigmoid and tanh, which keep their output, as stock's do.
+// Gradients of the smooth activations: SiLU, GELU, Hardswish, ELU, Softplus, Mish, which keep their input,
+// and sigmoid and tanh, which keep their output, as stock's do.
 //
 // In-place forms write where the input was: what they need of it comes from its producer, or is copied first.
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -113,7 +113,9 @@ struct Sigmoid {
   static constexpr bool kFromOutput = true;
   static Tensor value(const Tensor& x, const Numbers&) { return at::sigmoid(x); }
   static Tensor& value_(Tensor& x, const Numbers&) { return at::sigmoid_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) { return at::sigmoid_backward(grad, y); }
+  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) {
+    return at::sigmoid_backward(grad, y);
+  }
 };
 
 struct Tanh {
@@ -121,7 +123,9 @@ struct Tanh {
   static constexpr bool kFromOutput = true;
   static Tensor value(const Tensor& x, const Numbers&) { return at::tanh(x); }
   static Tensor& value_(Tensor& x, const Numbers&) { return at::tanh_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) { return at::tanh_backward(grad, y); }
+  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) {
+    return at::tanh_backward(grad, y);
+  }
 };
 
 template <typename Kind>
@@ -201,10 +205,11 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("elu", [](const Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) {
     return smooth<Elu>(x, {alpha, scale, input_scale});
   });
-  m.impl("elu_", [](Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) -> Tensor& {
-    const Numbers numbers{alpha, scale, input_scale};
-    return alpha.toDouble() < 0 ? smooth_<Elu>(x, numbers) : smooth_<EluInPlace>(x, numbers);
-  });
+  m.impl("elu_",
+         [](Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) -> Tensor& {
+           const Numbers numbers{alpha, scale, input_scale};
+           return alpha.toDouble() < 0 ? smooth_<Elu>(x, numbers) : smooth_<EluInPlace>(x, numbers);
+         });
   m.impl("softplus", [](const Tensor& x, const Scalar& beta, const Scalar& threshold) {
     return smooth<Softplus>(x, {beta, threshold});
   });

@@ -1,14 +1,15 @@
-// Batch norm's two passes over the data on the CPU: statistics of every channel, and the affine map by channel.
+// Batch norm's two passes over the data on the CPU: statistics of every channel, and the affine map by
+// channel.
 //
 // Statistics: blocks small enough for the first-level cache are passed over twice, for their mean and for the
-// squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque, "Updating formulae and a
-// pairwise algorithm for computing sample variances", 1979). A large mean costs no digits that way. The partition
-// is fixed, so results do not depend on the number of threads.
+// squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque, "Updating formulae
+// and a pairwise algorithm for computing sample variances", 1979). A large mean costs no digits that way. The
+// partition is fixed, so results do not depend on the number of threads.
 //
 // The map is one product and one sum an element, in float32 for half precision and rounded once. The two are
-// separate operations in vector code and in its remainders: the library is compiled without fused multiply-add, so
-// the value of an element does not depend on its place. Nothing is allocated but results and, for channels_last,
-// some numbers a channel.
+// separate operations in vector code and in its remainders: the library is compiled without fused
+// multiply-add, so the value of an element does not depend on its place. Nothing is allocated but results
+// and, for channels_last, some numbers a channel.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -93,13 +94,14 @@ void row_moments(const T* x, int64_t n, Moments* moments) {
 // (n, c, s), dense in that order.
 template <typename Acc, typename T>
 void contiguous_moments(const T* x, int64_t n, int64_t c, int64_t s, Moments* result) {
-  at::parallel_for(0, c, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * s)), [&](int64_t begin, int64_t end) {
-    for (int64_t channel = begin; channel < end; ++channel) {
-      for (int64_t image = 0; image < n; ++image) {
-        row_moments<Acc>(x + (image * c + channel) * s, s, result + channel);
-      }
-    }
-  });
+  at::parallel_for(0, c, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, n * s)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t channel = begin; channel < end; ++channel) {
+                       for (int64_t image = 0; image < n; ++image) {
+                         row_moments<Acc>(x + (image * c + channel) * s, s, result + channel);
+                       }
+                     }
+                   });
 }
 
 // (pixels, c), dense in that order.
@@ -109,29 +111,31 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
   const int64_t chunk = (blocks + kChunks - 1) / kChunks * kPixels;
   const int64_t chunks = chunk == 0 ? 0 : (pixels + chunk - 1) / chunk;
   std::vector<Moments> parts(chunks * c);
-  at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * c)), [&](int64_t begin, int64_t end) {
-    std::vector<Acc> means(c), sums(c);
-    for (int64_t part = begin; part < end; ++part) {
-      const int64_t last = std::min(pixels, (part + 1) * chunk);
-      for (int64_t p = part * chunk; p < last; p += kPixels) {
-        const int64_t count = std::min(kPixels, last - p);
-        const T* block = x + p * c;
-        std::fill(means.begin(), means.end(), Acc(0));
-        std::fill(sums.begin(), sums.end(), Acc(0));
-        for (int64_t q = 0; q < count; ++q) {
-          for (int64_t k = 0; k < c; ++k) means[k] += static_cast<Acc>(block[q * c + k]);
-        }
-        for (int64_t k = 0; k < c; ++k) means[k] /= static_cast<Acc>(count);
-        for (int64_t q = 0; q < count; ++q) {
-          for (int64_t k = 0; k < c; ++k) {
-            const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
-            sums[k] += d * d;
-          }
-        }
-        for (int64_t k = 0; k < c; ++k) parts[part * c + k].add(static_cast<double>(count), means[k], sums[k]);
-      }
-    }
-  });
+  at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * c)),
+                   [&](int64_t begin, int64_t end) {
+                     std::vector<Acc> means(c), sums(c);
+                     for (int64_t part = begin; part < end; ++part) {
+                       const int64_t last = std::min(pixels, (part + 1) * chunk);
+                       for (int64_t p = part * chunk; p < last; p += kPixels) {
+                         const int64_t count = std::min(kPixels, last - p);
+                         const T* block = x + p * c;
+                         std::fill(means.begin(), means.end(), Acc(0));
+                         std::fill(sums.begin(), sums.end(), Acc(0));
+                         for (int64_t q = 0; q < count; ++q) {
+                           for (int64_t k = 0; k < c; ++k) means[k] += static_cast<Acc>(block[q * c + k]);
+                         }
+                         for (int64_t k = 0; k < c; ++k) means[k] /= static_cast<Acc>(count);
+                         for (int64_t q = 0; q < count; ++q) {
+                           for (int64_t k = 0; k < c; ++k) {
+                             const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
+                             sums[k] += d * d;
+                           }
+                         }
+                         for (int64_t k = 0; k < c; ++k)
+                           parts[part * c + k].add(static_cast<double>(count), means[k], sums[k]);
+                       }
+                     }
+                   });
   for (const auto part : irange(chunks)) {
     for (const auto k : irange(c)) {
       const Moments& m = parts[part * c + k];
@@ -146,7 +150,8 @@ bool channels_last(const Tensor& x) {
 }
 
 Tensor dense(const Tensor& input) {
-  return input.is_contiguous() || channels_last(input) ? input : input.contiguous(input.suggest_memory_format());
+  return input.is_contiguous() || channels_last(input) ? input
+                                                       : input.contiguous(input.suggest_memory_format());
 }
 
 int64_t per_channel(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)); }
@@ -167,7 +172,8 @@ std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input) {
     }
     for (const auto k : irange(c)) {
       mean.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(moments[k].mean);
-      var.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN for none
+      var.mutable_data_ptr<Acc>()[k] =
+          static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN for none
     }
   });
   return {mean, var};
@@ -181,13 +187,14 @@ void map_row(const T* x, T* y, int64_t n, Acc scale, Acc shift) {
 template <typename Acc, typename T>
 void map_pixels(const T* x, T* y, int64_t pixels, int64_t c, const Acc* scale, const Acc* shift) {
   for (int64_t p = 0; p < pixels; ++p) {
-    for (int64_t k = 0; k < c; ++k) y[p * c + k] = static_cast<T>(static_cast<Acc>(x[p * c + k]) * scale[k] + shift[k]);
+    for (int64_t k = 0; k < c; ++k)
+      y[p * c + k] = static_cast<T>(static_cast<Acc>(x[p * c + k]) * scale[k] + shift[k]);
   }
 }
 
 // Parameters and statistics are (c), of the arithmetic's dtype.
-Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                     const Tensor& mean, const Tensor& invstd) {
+Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
+                     const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd) {
   const Tensor x = dense(input);
   const int64_t c = x.size(1);
   Tensor y = at::empty_like(x);

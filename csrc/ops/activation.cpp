@@ -124,7 +124,8 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
   });
   m.impl("_mask_forward_", [](Tensor& input, int64_t, double, double) { return bits_on_meta(input); });
   m.impl("_mask_pack", [](const Tensor& input, int64_t, double, double) { return bits_on_meta(input); });
-  m.impl("_mask_backward", [](const Tensor& grad, const Tensor&, double, double) { return at::empty_like(grad); });
+  m.impl("_mask_backward",
+         [](const Tensor& grad, const Tensor&, double, double) { return at::empty_like(grad); });
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {

@@ -1,4 +1,5 @@
-// The activations: which tensors this library's nodes serve, and the operators that their masks are made with.
+// The activations: which tensors this library's nodes serve, and the operators that their masks are made
+// with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +25,8 @@ at::Tensor in_layout(const at::Tensor& tensor, c10::SymIntArrayRef strides);
 at::Tensor stock_masked(const at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
 at::Tensor& stock_masked_(at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
 
-// patchconv::_mask_*, through the dispatcher. Inputs and gradients are dense; masks follow their memory order.
+// patchconv::_mask_*, through the dispatcher. Inputs and gradients are dense; masks follow their memory
+// order.
 std::tuple<at::Tensor, at::Tensor> mask_forward(const at::Tensor& input, Mask mask, double a, double b);
 at::Tensor mask_forward_(at::Tensor& input, Mask mask, double a, double b);  // in place; returns the bits
 at::Tensor mask_pack(const at::Tensor& input, Mask mask, double a, double b);

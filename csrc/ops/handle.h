@@ -10,7 +10,9 @@ namespace patchconv {
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> handle(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(("patchconv::" + name).c_str(), "").typed<Signature>();
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(("patchconv::" + name).c_str(), "")
+      .typed<Signature>();
 }
 
 }  // namespace patchconv

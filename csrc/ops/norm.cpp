@@ -1,7 +1,7 @@
 // Batch norm and its kin below autograd, and under torch.func: stock operators.
 //
-// Where there is no kernel of our own (CUDA), stock's elementwise kernel of synchronised batch norm does the same
-// job: it takes the statistics as arguments, so a rebuild gives the same bits as the forward pass.
+// Where there is no kernel of our own (CUDA), stock's elementwise kernel of synchronised batch norm does the
+// same job: it takes the statistics as arguments, so a rebuild gives the same bits as the forward pass.
 #include "ops/norm.h"
 
 #include <ATen/ops/batch_norm.h>
@@ -58,22 +58,21 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
     return std::make_tuple(at::empty_symint({input.sym_size(1)}, options),
                            at::empty_symint({input.sym_size(1)}, options));
   });
-  m.impl("_normalize", [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                          const Tensor&) {
-    return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
-  });
+  m.impl("_normalize",
+         [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&) {
+           return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
+         });
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("_batch_statistics", &statistics_with_aten);
   m.impl("_normalize", &normalize_with_aten);
-  m.impl("batch_norm",
-         [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-            const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
-            double eps) {
-           return std::get<0>(
-               batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps));
-         });
+  m.impl("batch_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                          const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                          bool training, double momentum, double eps) {
+    return std::get<0>(
+        batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps));
+  });
 }
 
 Tensor stock_batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -100,8 +99,8 @@ Tensor stock_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const Opti
 
 // An instance norm is a batch norm of one image with N*C channels.
 Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const OptionalTensor& running_mean, const OptionalTensor& running_var, bool use_input_stats,
-                     double momentum, double eps) {
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     bool use_input_stats, double momentum, double eps) {
   const c10::SymInt n = input.sym_size(0), c = input.sym_size(1);
   auto repeated = [&](const OptionalTensor& tensor) -> OptionalTensor {
     if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
@@ -111,8 +110,8 @@ Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const Op
   shape[0] = 1;
   shape[1] = n * c;
   const OptionalTensor mean = repeated(running_mean), var = repeated(running_var);
-  const Tensor y = batch_norm(input.contiguous().view_symint(shape), repeated(weight), repeated(bias), mean, var,
-                              use_input_stats, momentum, eps);
+  const Tensor y = batch_norm(input.contiguous().view_symint(shape), repeated(weight), repeated(bias), mean,
+                              var, use_input_stats, momentum, eps);
   if (use_input_stats && mean.has_value()) {
     const at::NoGradGuard no_grad;
     running_mean->copy_(mean->view_symint({n, c}).mean(0));
@@ -143,10 +142,10 @@ std::tuple<Tensor, Tensor> batch_statistics(const Tensor& input) {
   return op.call(input);
 }
 
-Tensor normalize(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
-                 const Tensor& invstd) {
-  static const auto op = handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                       const Tensor&)>("_normalize");
+Tensor normalize(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const Tensor& mean, const Tensor& invstd) {
+  static const auto op = handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                       const Tensor&, const Tensor&)>("_normalize");
   const auto dtype = mean.scalar_type();
   auto parameter = [&](const OptionalTensor& tensor) -> OptionalTensor {
     if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
@@ -167,19 +166,22 @@ Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const Optio
 }
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_parts(const Tensor& input, const OptionalTensor& weight,
-                                                    const OptionalTensor& bias, const OptionalTensor& running_mean,
+                                                    const OptionalTensor& bias,
+                                                    const OptionalTensor& running_mean,
                                                     const OptionalTensor& running_var, bool training,
                                                     double momentum, double eps) {
   Tensor mean, var;
   const Tensor old_mean = or_none(running_mean), old_var = or_none(running_var);
   if (training) {
     std::tie(mean, var) = batch_statistics(input);
-    const double count = static_cast<double>(input.numel()) / std::max<double>(1, static_cast<double>(mean.numel()));
+    const double count =
+        static_cast<double>(input.numel()) / std::max<double>(1, static_cast<double>(mean.numel()));
     if (old_mean.defined()) {
       old_mean.mul_(1 - momentum).add_(mean.to(old_mean.scalar_type()), momentum);
     }
     if (old_var.defined()) {
-      old_var.mul_(1 - momentum).add_(var.to(old_var.scalar_type()), momentum * count / std::max(1.0, count - 1));
+      old_var.mul_(1 - momentum)
+          .add_(var.to(old_var.scalar_type()), momentum * count / std::max(1.0, count - 1));
     }
   } else {
     // Copies, since a later forward pass may move the statistics.

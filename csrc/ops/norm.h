@@ -10,12 +10,12 @@ namespace patchconv {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// patchconv::_batch_statistics: mean and biased variance of every channel (dimension 1), (C) each, in float32 for
-// half precision.
+// patchconv::_batch_statistics: mean and biased variance of every channel (dimension 1), (C) each, in float32
+// for half precision.
 std::tuple<at::Tensor, at::Tensor> batch_statistics(const at::Tensor& input);
 
-// patchconv::_normalize: (input - mean) * invstd * weight + bias by channel. An element of the result depends on its
-// own value and its channel's numbers alone.
+// patchconv::_normalize: (input - mean) * invstd * weight + bias by channel. An element of the result depends
+// on its own value and its channel's numbers alone.
 at::Tensor normalize(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                      const at::Tensor& mean, const at::Tensor& invstd);
 
@@ -28,9 +28,11 @@ at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& weight, con
 
 // Its parts below autograd: the output, and (C) each the mean and variance that it was made with. The running
 // statistics are moved if `training`.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_parts(
-    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
-    double eps);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_parts(const at::Tensor& input,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias,
+                                                                const OptionalTensor& running_mean,
+                                                                const OptionalTensor& running_var,
+                                                                bool training, double momentum, double eps);
 
 }  // namespace patchconv

@@ -1,5 +1,5 @@
-// Max pools with small offsets where there is no kernel for them: through stock's 64-bit indices, which are there
-// for the time of a call. And pools under torch.func: stock operators.
+// Max pools with small offsets where there is no kernel for them: through stock's 64-bit indices, which are
+// there for the time of a call. And pools under torch.func: stock operators.
 #include "ops/pool.h"
 
 #include <ATen/ops/adaptive_avg_pool1d.h>
@@ -44,7 +44,8 @@ Pool windows_of(const PoolSpec& spec, IntArrayRef input, IntArrayRef output) {
 
 // Flat indices into the input's grid from offsets, or offsets from them: dimension by dimension.
 struct Grid {
-  Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device) : sizes(input.vec()) {
+  Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device)
+      : sizes(input.vec()) {
     const size_t dims = output.size();
     for (size_t d = 0; d < dims; ++d) {
       std::vector<int64_t> starts, taps, shape(dims, 1);
@@ -90,7 +91,8 @@ struct Grid {
 IntArrayRef spatial(const Tensor& tensor) { return tensor.sizes().slice(2); }
 
 std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, IntArrayRef kernel, IntArrayRef stride,
-                                             IntArrayRef padding, IntArrayRef dilation, IntArrayRef output_size) {
+                                             IntArrayRef padding, IntArrayRef dilation,
+                                             IntArrayRef output_size) {
   const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
   const size_t dims = output_size.size();
   Tensor output, indices;
@@ -103,7 +105,8 @@ std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, IntArrayRef ke
     bool ceil = false;
     for (size_t d = 0; d < dims; ++d) {
       const int64_t reach = dilation[d] * (kernel[d] - 1) + 1;
-      ceil |= (output_size[d] - 1) * stride[d] + reach > input.size(2 + static_cast<int64_t>(d)) + 2 * padding[d];
+      ceil |=
+          (output_size[d] - 1) * stride[d] + reach > input.size(2 + static_cast<int64_t>(d)) + 2 * padding[d];
     }
     auto with_one = [](IntArrayRef list, int64_t one) { return std::vector<int64_t>{one, list[0]}; };
     if (dims == 1) {
@@ -159,17 +162,18 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
     size.insert(size.end(), output_size.begin(), output_size.end());
     const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
     const auto options = input.options().memory_format(input.suggest_memory_format());
-    return std::make_tuple(at::empty(size, options),
-                           at::empty(size, options.dtype(offset_type(windows_of(spec, spatial(input), output_size)))));
+    return std::make_tuple(
+        at::empty(size, options),
+        at::empty(size, options.dtype(offset_type(windows_of(spec, spatial(input), output_size)))));
   });
-  m.impl("_max_pool_take", [](const Tensor& input, const Tensor& offsets, IntArrayRef, IntArrayRef, IntArrayRef,
-                              IntArrayRef) { return at::empty_like(offsets, input.options()); });
+  m.impl("_max_pool_take", [](const Tensor& input, const Tensor& offsets, IntArrayRef, IntArrayRef,
+                              IntArrayRef, IntArrayRef) { return at::empty_like(offsets, input.options()); });
   m.impl("_max_pool_backward", [](const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
                                   IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef) {
     return at::empty_symint(input_size, grad.options().memory_format(offsets.suggest_memory_format()));
   });
-  m.impl("_max_pool_indices", [](const Tensor& offsets, c10::SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
-                                 IntArrayRef) { return at::empty_like(offsets, at::kLong); });
+  m.impl("_max_pool_indices", [](const Tensor& offsets, c10::SymIntArrayRef, IntArrayRef, IntArrayRef,
+                                 IntArrayRef, IntArrayRef) { return at::empty_like(offsets, at::kLong); });
 }
 
 void stock(torch::Library& m) {
@@ -196,9 +200,10 @@ TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> max_pool_forward(const Tensor& input, const PoolSpec& spec, IntArrayRef output_size) {
-  static const auto op = handle<std::tuple<Tensor, Tensor>(const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef,
-                                                           IntArrayRef, IntArrayRef)>("_max_pool");
+std::tuple<Tensor, Tensor> max_pool_forward(const Tensor& input, const PoolSpec& spec,
+                                            IntArrayRef output_size) {
+  static const auto op = handle<std::tuple<Tensor, Tensor>(
+      const Tensor&, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef)>("_max_pool");
   return op.call(input, spec.kernel, spec.stride, spec.padding, spec.dilation, output_size);
 }
 
@@ -211,8 +216,8 @@ Tensor max_pool_take(const Tensor& input, const Tensor& offsets, const PoolSpec&
 
 Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
                          const PoolSpec& spec) {
-  static const auto op = handle<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef, IntArrayRef,
-                                       IntArrayRef, IntArrayRef)>("_max_pool_backward");
+  static const auto op = handle<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef,
+                                       IntArrayRef, IntArrayRef, IntArrayRef)>("_max_pool_backward");
   return op.call(grad, offsets, input_size, spec.kernel, spec.stride, spec.padding, spec.dilation);
 }
 

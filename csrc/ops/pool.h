@@ -13,11 +13,12 @@ struct PoolSpec {
   std::vector<int64_t> kernel, stride, padding, dilation;
 };
 
-// patchconv::_max_pool*, through the dispatcher. Inputs are batched: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
+// patchconv::_max_pool*, through the dispatcher. Inputs are batched: (N, C, L), (N, C, H, W) or (N, C, D, H,
+// W).
 std::tuple<at::Tensor, at::Tensor> max_pool_forward(const at::Tensor& input, const PoolSpec& spec,
                                                     at::IntArrayRef output_size);
 at::Tensor max_pool_take(const at::Tensor& input, const at::Tensor& offsets, const PoolSpec& spec);
-at::Tensor max_pool_backward(const at::Tensor& grad, const at::Tensor& offsets, c10::SymIntArrayRef input_size,
-                             const PoolSpec& spec);
+at::Tensor max_pool_backward(const at::Tensor& grad, const at::Tensor& offsets,
+                             c10::SymIntArrayRef input_size, const PoolSpec& spec);
 
 }  // namespace patchconv
