@@ -105,11 +105,14 @@ def measure_all(size: str) -> dict[str, Any]:
     def run(name: str, case: str, form: str) -> dict[str, Any]:
         return measure.in_fresh_process("bench.lean:kept", 300, name=name, case=case, form=form, side=side)
 
-    for name, floor in FLOORS.items():
+    models = {"full": list(FLOORS), "small": list(FLOORS)[:3]}.get(size, ["resnet18"])
+    paper = {"full": PAPER, "small": PAPER[:1]}.get(size, ())
+    for name in models:
+        floor = FLOORS[name]
         row: dict[str, Any] = {"model": name, "floor": floor} | {form: run(name, "all", form) for form in FORMS}
         data["floors"].append(row)
         print(name, {form: row[form] for form in FORMS}, flush=True)
-    for name in PAPER if size == "full" else PAPER[:1]:
+    for name in paper:
         for case in CASES:
             row = {"model": name, "case": case} | {form: run(name, case, form) for form in FORMS}
             data["cases"].append(row)

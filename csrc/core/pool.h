@@ -41,7 +41,7 @@ struct PoolDim {
 
   // Adaptive windows of one size that follow each other are regular ones.
   static PoolDim adaptive_to(int64_t in, int64_t out) {
-    if (in == 0 || out == 0) return {in, out};
+    if (out == 0) return {in, out};
     if (in % out == 0) return {in, out, false, in / out, in / out};
     PoolDim dim{in, out, true};
     for (int64_t o = 0; o < out; ++o) dim.kernel = std::max(dim.kernel, dim.taps(o));
@@ -57,9 +57,8 @@ struct PoolDim {
     const int64_t first = start(o);
     const int64_t count = taps(o);
     if (first >= 0 && first + (count - 1) * dilation < in) return {first, count, dilation, {0, count}};
-    auto steps = [&](int64_t way) { return dilation == 1 ? way : (way + dilation - 1) / dilation; };
-    const int64_t begin = first < 0 ? steps(-first) : 0;
-    const int64_t end = first < in ? steps(in - first) : 0;
+    const int64_t begin = first < 0 ? (dilation - 1 - first) / dilation : 0;
+    const int64_t end = first < in ? (in - first + dilation - 1) / dilation : 0;
     return {first, count, dilation, {begin, std::min(end, count)}};
   }
 
@@ -121,32 +120,16 @@ struct Pool {
 // takes 4.
 inline int64_t offset_bytes(int64_t positions) { return positions <= 256 ? 1 : positions <= 65536 ? 2 : 4; }
 
-// Where a row of the output lies, and its windows but for the width.
+// Row number `number` of the output: where it lies, and its windows but for the width.
 struct PoolRow {
-  int64_t number, outer, d, h;
+  int64_t number, outer;
   PoolWindow depth, height;
 
   PoolRow(const Pool& pool, int64_t row)
       : number(row),
         outer(row / pool.rows_per_plane()),
-        d(row / pool.height().out % pool.depth().out),
-        h(row % pool.height().out),
-        depth(pool.depth().window(d)),
-        height(pool.height().window(h)) {}
-
-  // The next row: divisions would take as long as a short row.
-  void advance(const Pool& pool) {
-    ++number;
-    if (++h == pool.height().out) {
-      h = 0;
-      if (++d == pool.depth().out) {
-        d = 0;
-        ++outer;
-      }
-      depth = pool.depth().window(d);
-    }
-    height = pool.height().window(h);
-  }
+        depth(pool.depth().window(row / pool.height().out % pool.depth().out)),
+        height(pool.height().window(row % pool.height().out)) {}
 
   int64_t first_tap(const PoolWindow& width) const {
     return (depth.inside.begin * height.taps + height.inside.begin) * width.taps + width.inside.begin;
@@ -281,21 +264,16 @@ inline Follow follow_offsets(const Pool& pool) {
   return pool.inner == 1 && !pool.width().adaptive ? Follow::kPlain : Follow::kTable;
 }
 
-// What leads from offsets to places, in few steps a row and an element.
+// For windows of at most 256 positions: from a window's first tap to the tap that an offset means.
 struct PoolTable {
-  struct Span {
-    int64_t start, taps;
+  struct Column {
+    int64_t start = 0, taps = 0;
   };
-  std::array<std::vector<Span>, 3> spans;  // of a dimension's windows; none for the width where not kTable
-  // Of windows of at most 256 positions, the way from the first tap to the one that an offset means: by how
-  // many lines, and taps a line, a window has less than the largest; then by offset.
+  // By how many lines, and taps a line, a window has less than the largest; then by offset.
   std::array<std::array<std::array<int64_t, 256>, 2>, 2> ways{};
+  std::vector<Column> columns;
 
   PoolTable(const Pool& pool, Follow follow) {
-    for (size_t i = 0; i < (follow == Follow::kTable ? 3 : 2); ++i) {
-      const PoolDim& dim = pool.dims[i];
-      for (int64_t o = 0; o < dim.out; ++o) spans[i].push_back({dim.start(o), dim.taps(o)});
-    }
     if (follow == Follow::kDivide) return;
     const PoolDim& height = pool.height();
     const PoolDim& width = pool.width();
@@ -312,55 +290,51 @@ struct PoolTable {
         }
       }
     }
+    if (follow == Follow::kPlain) return;
+    for (int64_t w = 0; w < width.out; ++w) columns.push_back({width.start(w), width.taps(w)});
   }
 };
 
-// Calls visit(element, position, place, inside) for channels [c0, c1) of the maxima in rows [begin, end): the
-// position is the flat index in the plane, the place the element of the input.
+// Calls visit(element, position, place, inside) for channels [c0, c1) of one row's maxima: the position is
+// the flat index in the plane, the place that of the element in (plane, inner).
 template <Follow kFollow, typename Offset, typename Visit>
-inline void each_maximum(const Pool& pool, const PoolTable& table, int64_t begin, int64_t end, int64_t c0,
-                         int64_t c1, const Offset* offsets, Visit visit) {
-  // Copies: what visit writes might otherwise be taken for them.
-  const auto [depth, height, width] = pool.dims;
-  const int64_t inner = pool.inner;
-  int64_t first = begin * width.out * inner;
-  for (int64_t row = begin, h = begin % height.out, rest = begin / height.out; row < end; ++row) {
-    const auto [z0, slices] = table.spans[0][rest % depth.out];
-    const auto [y0, lines] = table.spans[1][h];
-    const int64_t corner = (z0 * height.in + y0) * width.in;
-    const int64_t base = rest / depth.out * pool.plane();
-    if constexpr (kFollow == Follow::kPlain) {
-      const int64_t* way = table.ways[height.kernel - lines][0].data();
-      for (int64_t w = 0; w < width.out; ++w, ++first) {
-        const int64_t position = corner + w * width.stride - width.padding + way[offsets[first]];
-        visit(first, position, base + position, true);
+inline void each_maximum(const Pool& pool, const PoolTable& table, int64_t number, int64_t c0, int64_t c1,
+                         const Offset* offsets, Visit visit) {
+  const PoolRow row(pool, number);
+  const PoolDim& width = pool.width();
+  const int64_t line = (row.depth.start * pool.height().in + row.height.start) * width.in;
+  const auto& ways = table.ways[kFollow == Follow::kDivide ? 0 : pool.height().kernel - row.height.taps];
+  int64_t first = number * width.out * pool.inner;
+  if constexpr (kFollow == Follow::kPlain) {
+    for (int64_t w = 0; w < width.out; ++w, ++first) {
+      const int64_t position = line + w * width.stride - width.padding + ways[0][offsets[first]];
+      visit(first, position, position, true);
+    }
+  } else if constexpr (kFollow == Follow::kTable) {
+    for (const PoolTable::Column& column : table.columns) {
+      const int64_t* way = ways[width.kernel - column.taps].data();
+      for (int64_t c = c0; c < c1; ++c) {
+        const int64_t position = line + column.start + way[offsets[first + c]];
+        visit(first + c, position, position * pool.inner + c, true);
       }
-    } else if constexpr (kFollow == Follow::kTable) {
-      for (const auto [x0, taps] : table.spans[2]) {
-        const int64_t* way = table.ways[height.kernel - lines][width.kernel - taps].data();
-        for (int64_t c = c0; c < c1; ++c) {
-          const int64_t position = corner + x0 + way[offsets[first + c]];
-          visit(first + c, position, (base + position) * inner + c, true);
-        }
-        first += inner;
-      }
-    } else {
-      for (int64_t w = 0; w < width.out; ++w, first += inner) {
-        const int64_t x0 = width.start(w);
-        const uint32_t taps = static_cast<uint32_t>(width.taps(w));
-        for (int64_t c = c0; c < c1; ++c) {
-          const uint32_t offset = static_cast<uint32_t>(offsets[first + c]);
-          const uint32_t line = offset / taps;
-          const int64_t x = x0 + offset % taps * width.dilation;
-          const int64_t y = y0 + line % static_cast<uint32_t>(lines) * height.dilation;
-          const int64_t z = z0 + line / static_cast<uint32_t>(lines) * depth.dilation;
-          const bool inside = x >= 0 && x < width.in && y >= 0 && y < height.in && z >= 0 && z < depth.in;
-          const int64_t position = (z * height.in + y) * width.in + x;
-          visit(first + c, position, (base + position) * inner + c, inside);
-        }
+      first += pool.inner;
+    }
+  } else {
+    for (int64_t w = 0; w < width.out; ++w, first += pool.inner) {
+      const PoolWindow column = width.window(w);
+      const auto taps = static_cast<uint32_t>(column.taps);
+      const auto lines = static_cast<uint32_t>(row.height.taps);
+      for (int64_t c = c0; c < c1; ++c) {
+        const auto offset = static_cast<uint32_t>(offsets[first + c]);
+        const int64_t x = column.coordinate(offset % taps);
+        const int64_t y = row.height.coordinate(offset / taps % lines);
+        const int64_t z = row.depth.coordinate(offset / taps / lines);
+        const bool inside =
+            x >= 0 && x < width.in && y >= 0 && y < pool.height().in && z >= 0 && z < pool.depth().in;
+        const int64_t position = (z * pool.height().in + y) * width.in + x;
+        visit(first + c, position, position * pool.inner + c, inside);
       }
     }
-    if (++h == height.out) h = 0, ++rest;
   }
 }
 

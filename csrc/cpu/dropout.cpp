@@ -10,7 +10,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/util/irange.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -30,7 +29,6 @@
 namespace patchconv {
 
 using at::Tensor;
-using c10::irange;
 
 namespace {
 

@@ -38,7 +38,6 @@ namespace {
 
 constexpr int64_t kLanes = 1024;     // columns (channels last: channels) whose maxima are found side by side
 constexpr int64_t kGrain = 32768;    // taps or elements below which another thread does not pay
-constexpr int64_t kAhead = 4096;     // elements that are zeroed at once
 constexpr int64_t kPiece = 1 << 20;  // elements of a half type's gradient that are summed at once
 
 template <typename scalar_t>
@@ -58,7 +57,6 @@ struct Job {
   void* offsets;
   int64_t offset_bytes;
   int64_t blocks;  // of kLanes lanes, of a row
-  Range interior;  // columns
 };
 
 template <typename Job, typename Tap>
@@ -87,12 +85,12 @@ template <typename scalar_t, typename Tap>
 
 // A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
 template <typename scalar_t, typename Tap>
-[[gnu::always_inline]] inline void pool_unit(const Job<scalar_t, Tap>& job, const PoolRow& row,
-                                             int64_t block) {
+[[gnu::always_inline]] inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
   const Pool& pool = job.pool;
   const PoolDim& width = pool.width();
+  const PoolRow row(pool, unit / job.blocks);
   const int64_t first = row.number * width.out * pool.inner;
-  const int64_t begin = block * kLanes;
+  const int64_t begin = unit % job.blocks * kLanes;
   if (pool.inner > 1) {
     const int64_t lanes = std::min(kLanes, pool.inner - begin);
     for (int64_t w = 0; w < width.out; ++w) {
@@ -101,7 +99,7 @@ template <typename scalar_t, typename Tap>
     return;
   }
   const Range all{begin, std::min(begin + kLanes, width.out)};
-  Range inside{std::max(all.begin, job.interior.begin), std::min(all.end, job.interior.end)};
+  Range inside = intersect(all, width.interior());
   if (inside.size() < 4) inside = {all.end, all.end};
   for (int64_t w = all.begin; w < all.end; w = w == inside.begin ? inside.end : w + 1) {
     const PoolWindow column = width.window(w);
@@ -122,11 +120,7 @@ template <typename scalar_t, typename Tap>
 // Templates cannot be compiled for several instruction sets, overloads can.
 #define PATCHCONV_POOL(scalar_t, Tap)                                                           \
   PATCHCONV_CLONES void pool_units(const Job<scalar_t, Tap>& job, int64_t begin, int64_t end) { \
-    PoolRow row(job.pool, begin / job.blocks);                                                  \
-    for (int64_t unit = begin, block = begin % job.blocks; unit < end; ++unit) {                \
-      pool_unit(job, row, block);                                                               \
-      if (++block == job.blocks) row.advance(job.pool), block = 0;                              \
-    }                                                                                           \
+    for (int64_t unit = begin; unit < end; ++unit) pool_unit(job, unit);                        \
   }
 PATCHCONV_POOL(float, uint32_t)
 PATCHCONV_POOL(double, uint64_t)
@@ -143,22 +137,21 @@ void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const
   const auto* from = static_cast<const Raw*>(input.const_data_ptr());
   auto* to = static_cast<Raw*>(output.mutable_data_ptr());
   void* places = offsets.mutable_data_ptr();
-  const Job<scalar_t, Tap> job{
-      pool, from, to, places, offsets.element_size(), at::divup(lanes, kLanes), pool.width().interior()};
+  const Job<scalar_t, Tap> job{pool, from, to, places, offsets.element_size(), at::divup(lanes, kLanes)};
   const int64_t work = pool.positions() * pool.width().out * pool.inner / std::max<int64_t>(1, job.blocks);
   at::parallel_for(0, pool.rows() * job.blocks, kGrain / std::max<int64_t>(1, work) + 1,
                    [&](int64_t begin, int64_t end) { pool_units(job, begin, end); });
 }
 
-// Calls body(each), where each(begin, end, c0, c1, visit) is each_maximum for these offsets.
+// Calls body(each), where each(row, c0, c1, visit) is each_maximum for these offsets.
 template <typename Body>
 void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
   const Follow follow = follow_offsets(pool);
   const PoolTable table(pool, follow);
   auto call = [&]<Follow kFollow, typename Offset>() {
     const Offset* data = offsets.const_data_ptr<Offset>();
-    body([&pool, &table, data](int64_t begin, int64_t end, int64_t c0, int64_t c1, auto visit) {
-      each_maximum<kFollow>(pool, table, begin, end, c0, c1, data, visit);
+    body([&pool, &table, data](int64_t row, int64_t c0, int64_t c1, auto visit) {
+      each_maximum<kFollow>(pool, table, row, c0, c1, data, visit);
     });
   };
   const int64_t bytes = offset_bytes(pool.positions());
@@ -169,12 +162,17 @@ void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
   call.template operator()<Follow::kDivide, int32_t>();
 }
 
+// visit(start of the plane, element, position, place, inside) for all of the output, in parallel.
 template <typename Visit>
 void for_all(const Pool& pool, const Tensor& offsets, Visit visit) {
   const int64_t grain = kGrain / std::max<int64_t>(1, pool.width().out * pool.inner) + 1;
   with_offsets(pool, offsets, [&](auto each) {
-    at::parallel_for(0, pool.rows(), grain,
-                     [&](int64_t begin, int64_t end) { each(begin, end, 0, pool.inner, visit); });
+    at::parallel_for(0, pool.rows(), grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t plane = row / pool.rows_per_plane() * pool.plane() * pool.inner;
+        each(row, 0, pool.inner, [=](auto... where) { visit(plane, where...); });
+      }
+    });
   });
 }
 
@@ -195,31 +193,27 @@ void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const 
   const PoolDim& lead = pool.depth().in > 1 || pool.depth().out > 1 ? pool.depth() : pool.height();
   const int64_t rows = pool.rows_per_plane() / std::max<int64_t>(1, lead.out);
   const int64_t slice = pool.plane() / std::max<int64_t>(1, lead.in);
-  const int64_t ahead = kAhead / std::max<int64_t>(1, slice * std::min(inner, block)) + 1;
+  const int64_t run = blocks == 1 ? slice : 1;
   auto scatter_block = [=, &pool, &lead](int64_t outer, int64_t c0, int64_t c1, auto each) {
+    Raw* sums = to + outer * pool.plane() * inner;
     int64_t zeroed = 0;
     auto zero_to = [&](int64_t end) {
-      if (end <= zeroed) return;
-      end = std::min(lead.in, std::max(end, zeroed + ahead));
-      const int64_t run = c1 - c0 == inner ? (end - zeroed) * slice : 1;
-      for (int64_t i = zeroed * slice; i < end * slice; i += run) {
-        std::memset(to + (outer * pool.plane() + i) * inner + c0, 0, run * (c1 - c0) * sizeof(Raw));
+      for (; zeroed < std::min(lead.in, end) * slice; zeroed += run) {
+        std::memset(sums + zeroed * inner + c0, 0, run * (c1 - c0) * sizeof(Raw));
       }
-      zeroed = end;
     };
-    for (int64_t o = 0, next = 0; o < lead.out; o = next) {
-      zero_to(std::min(lead.in, lead.end(o)));
-      while (next < lead.out && std::min(lead.in, lead.end(next)) <= zeroed) ++next;
-      const int64_t row = outer * lead.out * rows;
-      each(row + o * rows, row + next * rows, c0, c1,
-           [=](int64_t element, int64_t, int64_t place, bool inside) {
-             if (!inside) return;
-             if constexpr (std::is_same_v<Raw, scalar_t>) {
-               to[place] += from[element];
-             } else {
-               to[place] = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
-             }
-           });
+    for (int64_t o = 0; o < lead.out; ++o) {
+      zero_to(lead.end(o));
+      for (int64_t row = (outer * lead.out + o) * rows, r = 0; r < rows; ++r) {
+        each(row + r, c0, c1, [=](int64_t element, int64_t, int64_t place, bool inside) {
+          if (!inside) return;
+          if constexpr (std::is_same_v<Raw, scalar_t>) {
+            sums[place] += from[element];
+          } else {
+            sums[place] = from[element] == 0x8000 ? 0 : from[element];  // 0 + -0.0 is 0.0
+          }
+        });
+      }
     }
     zero_to(lead.in);
   };
@@ -294,9 +288,10 @@ Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef ker
     using Raw = typename Order<scalar_t>::Raw;
     const Raw* from = static_cast<const Raw*>(dense.const_data_ptr());
     Raw* to = static_cast<Raw*>(output.mutable_data_ptr());
-    for_all(pool, offsets.contiguous(format), [=](int64_t element, int64_t, int64_t place, bool inside) {
-      to[element] = inside ? from[place] : Order<scalar_t>::lowest();
-    });
+    for_all(pool, offsets.contiguous(format),
+            [=](int64_t plane, int64_t element, int64_t, int64_t place, bool inside) {
+              to[element] = inside ? from[plane + place] : Order<scalar_t>::lowest();
+            });
   });
   return output;
 }
@@ -338,7 +333,7 @@ Tensor max_pool_indices(const Tensor& offsets, IntArrayRef input_size, IntArrayR
   const Tensor indices = at::empty(offsets.sizes(), offsets.options().dtype(at::kLong).memory_format(format));
   int64_t* to = indices.mutable_data_ptr<int64_t>();
   for_all(pool, offsets.contiguous(format),
-          [=](int64_t element, int64_t position, int64_t, bool) { to[element] = position; });
+          [=](int64_t, int64_t element, int64_t position, int64_t, bool) { to[element] = position; });
   return indices;
 }
 
