@@ -185,3 +185,12 @@ def test_checkpointed_blocks_recompute_as_they_ran():
     y = checkpoint(model[1], checkpoint(model[0], x, use_reentrant=False), use_reentrant=False)
     found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
     torch.testing.assert_close(found, want)
+
+
+def test_in_place_behind_a_layer_that_cannot_be_made_again():
+    """The input that is written over is copied first, as stock does."""
+    stock = nn.Sequential(nn.Linear(6, 8), nn.Hardswish(inplace=True), nn.Linear(8, 2)).double()
+    ours = pc.convert(copy.deepcopy(stock))
+    x = image()
+    results = [torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]) for m in (stock, ours)]
+    torch.testing.assert_close(results[1], results[0])

@@ -184,8 +184,10 @@ Tensor& smooth_(Tensor& x, const Numbers& numbers) {
   if constexpr (from_output<Kind>) {
     node->input.note(x);
   } else {
-    // What is about to be written over can come from its producer, or must be copied.
-    node->input.keep(Link::find(x, /*sure=*/false) ? x : x.clone());
+    // What is about to be written over can come from its producer, unless that would have to save it, or is
+    // copied.
+    const auto link = Link::find(x, /*sure=*/false);
+    node->input.keep(link && link->producer->secure() ? x : x.clone());
   }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;

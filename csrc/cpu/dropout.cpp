@@ -17,14 +17,12 @@
 #include "core/philox.h"
 
 // One function compiled for several instruction sets and chosen when the library is loaded. Only sets without
-// fused multiply-add: x * scale + shift rounds twice on every machine.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && defined(__GNUC__) && \
-    !defined(__clang__)
+// fused multiply-add, so that the choice does not change how x * scale + shift is rounded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
 #define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2")))
 #else
 #define PATCHCONV_CLONES
 #endif
-#define PATCHCONV_INLINE __attribute__((always_inline)) inline
 
 namespace patchconv {
 
@@ -43,7 +41,7 @@ struct Outcome {
   uint64_t threshold;
 };
 
-PATCHCONV_INLINE void make_words(uint64_t seed, uint64_t first_block, uint32_t* words) {
+[[gnu::always_inline]] inline void make_words(uint64_t seed, uint64_t first_block, uint32_t* words) {
   for (int64_t b = 0; b < kChunk / 4; b += kLanes) {
     uint32_t w[4][kLanes];
     for (int64_t l = 0; l < kLanes; ++l) {
@@ -64,7 +62,7 @@ PATCHCONV_INLINE void make_words(uint64_t seed, uint64_t first_block, uint32_t* 
 }
 
 template <bool kAdds, typename Math>
-PATCHCONV_INLINE void apply(Math* values, const uint32_t* words, const Outcome<Math>& outcome) {
+[[gnu::always_inline]] inline void apply(Math* values, const uint32_t* words, const Outcome<Math>& outcome) {
   // No word reaches a threshold of 2^32: the comparison stays in 32 bits, as wide as a float.
   const bool drops_all = outcome.threshold > UINT32_MAX;
   const uint32_t threshold = static_cast<uint32_t>(outcome.threshold);
@@ -81,8 +79,9 @@ PATCHCONV_INLINE void apply(Math* values, const uint32_t* words, const Outcome<M
 }
 
 template <typename scalar_t, typename Math>
-PATCHCONV_INLINE void drop_chunks(const scalar_t* input, scalar_t* output, int64_t size, int64_t begin,
-                                  int64_t end, uint64_t seed, const Outcome<Math>& outcome) {
+[[gnu::always_inline]] inline void drop_chunks(const scalar_t* input, scalar_t* output, int64_t size,
+                                               int64_t begin, int64_t end, uint64_t seed,
+                                               const Outcome<Math>& outcome) {
   const bool adds = outcome.shift != 0 || outcome.fill != 0;
   alignas(64) uint32_t words[kChunk];
   // Conversions stay in loops of their own: in one with the choice they would keep it from being vectorised,
