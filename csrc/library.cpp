@@ -144,5 +144,9 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");
   m.def("mul(Tensor input, Tensor other) -> Tensor");
   m.def("cast(Tensor input, ScalarType dtype) -> Tensor");
+  m.def(
+      "upsample(Tensor input, int[]? size, float[]? scale_factors, str mode='nearest', bool "
+      "align_corners=False) -> Tensor");
+  m.def("pad(Tensor input, int[] pad, str mode='constant', float? value=None) -> Tensor");
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
 }

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BuildMismatchError", "NotBuiltError", "build_info", "load"]
+__all__ = ["BuildMismatchError", "NotBuiltError", "build_info", "load", "plain_eager"]
 
 _PACKAGE = Path(__file__).resolve().parent
 _INFO = _PACKAGE / "_build_info.json"
@@ -124,3 +124,11 @@ def _rebuild_command() -> str:
         f"{sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps "
         "PATH_OF_THE_PATCHCONV_NATIVE_SOURCES"
     )
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def plain_eager(*tensors: Any) -> bool:
+    """Whether every argument is a plain tensor (or not given), in eager mode: what the operators themselves serve."""
+    return all(t is None or type(t) in _PLAIN for t in tensors) and not torch.compiler.is_compiling()

@@ -49,6 +49,13 @@ _KEEPS = {
     "sizes alone": (
         nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
     ),
+    "sizes alone, and spares a consumer its output": (
+        nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
+        nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+        nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
+        nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d,
+        nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d,
+    ),
 }  # fmt: skip
 
 
@@ -68,14 +75,7 @@ globals().update({cls.__name__: cls for cls in LAYERS.values()})
 NOTHING_TO_GAIN = {
     nn.Bilinear: "stock keeps its inputs alone",
     nn.Embedding: "stock keeps indices alone",
-    nn.Upsample: "stock keeps sizes alone",
     nn.PixelShuffle: "stock keeps sizes alone",
     nn.PixelUnshuffle: "stock keeps sizes alone",
-    nn.ZeroPad1d: "stock keeps sizes alone",
-    nn.ZeroPad2d: "stock keeps sizes alone",
-    nn.ZeroPad3d: "stock keeps sizes alone",
-    nn.ConstantPad1d: "stock keeps sizes alone",
-    nn.ConstantPad2d: "stock keeps sizes alone",
-    nn.ConstantPad3d: "stock keeps sizes alone",
     nn.Softmax: "stock keeps its output, which is usually needed again",
 }

@@ -15,19 +15,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 from . import _library
+from .lean_resize import (  # noqa: F401
+    adaptive_avg_pool1d,
+    adaptive_avg_pool2d,
+    adaptive_avg_pool3d,
+    adaptive_max_pool1d,
+    adaptive_max_pool2d,
+    adaptive_max_pool3d,
+    avg_pool1d,
+    avg_pool2d,
+    avg_pool3d,
+    interpolate,
+    max_pool1d,
+    max_pool2d,
+    max_pool3d,
+    pad,
+)
 
 _library.load()
 _ops = torch.ops.patchconv
-_PLAIN = frozenset((Tensor, Parameter))
-
-
-def _ours(*tensors: Any) -> bool:
-    """Whether every argument is a plain tensor (or not given), in eager mode."""
-    return all(t is None or type(t) in _PLAIN for t in tensors) and not torch.compiler.is_compiling()
+_ours = _library.plain_eager
 
 
 def _activation(name: str, stock: Callable[..., Tensor], defaults: Sequence[Any] = ()) -> Callable[..., Tensor]:
@@ -276,102 +286,6 @@ def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: flo
     if not _ours(input) or not (torch.is_grad_enabled() and input.requires_grad):
         return F.local_response_norm(input, size, alpha, beta, k)
     return checkpoint(F.local_response_norm, input, size, alpha, beta, k, use_reentrant=False, preserve_rng_state=False)
-
-
-def _max_pool(dims: int) -> Callable[..., Any]:
-    name = f"max_pool{dims}d"
-    op, stock = getattr(_ops, name).default, getattr(F, name)
-
-    def function(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
-        if return_indices or not _ours(input):
-            return stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-        lists = (_list(kernel_size), [] if stride is None else _list(stride), _list(padding), _list(dilation))
-        return op(input, *lists, ceil_mode)
-
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Keeps one byte an output, two for windows of over 256 places."
-    return function
-
-
-def _adaptive_max_pool(dims: int) -> Callable[..., Any]:
-    name = f"adaptive_max_pool{dims}d"
-    op, stock = getattr(_ops, name).default, getattr(F, name)
-
-    def function(input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        if return_indices or not _ours(input):
-            return stock(input, output_size, return_indices)
-        return op(input, _sizes(input, output_size, dims))
-
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Keeps one byte an output, two for windows of over 256 places."
-    return function
-
-
-def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
-    name = f"adaptive_avg_pool{dims}d"
-    op, stock = getattr(_ops, name).default, getattr(F, name)
-
-    def function(input: Tensor, output_size: Any) -> Tensor:
-        if not _ours(input):
-            return stock(input, output_size)
-        return op(input, _sizes(input, output_size, dims))
-
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Keeps sizes alone."
-    return function
-
-
-def _list(value: Any) -> Any:
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _sizes(input: Tensor, output_size: Any, dims: int) -> list[int]:
-    """An adaptive pool's output sizes: None stands for the input's."""
-    entries = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
-    if len(entries) == 1:
-        entries *= dims
-    own = input.shape[-dims:]
-    return [own[i] if entry is None else entry for i, entry in enumerate(entries)]
-
-
-max_pool1d, max_pool2d, max_pool3d = (_max_pool(dims) for dims in (1, 2, 3))
-adaptive_max_pool1d, adaptive_max_pool2d, adaptive_max_pool3d = (_adaptive_max_pool(dims) for dims in (1, 2, 3))
-adaptive_avg_pool1d, adaptive_avg_pool2d, adaptive_avg_pool3d = (_adaptive_avg_pool(dims) for dims in (1, 2, 3))
-
-
-def _avg_pool(dims: int) -> Callable[..., Tensor]:
-    name = f"avg_pool{dims}d"
-    op, stock = getattr(_ops, name).default, getattr(F, name)
-
-    def function(
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        last = () if dims == 1 else (divisor_override,)
-        if not _ours(input):
-            return stock(input, kernel_size, stride, padding, ceil_mode, count_include_pad, *last)
-        steps = [] if stride is None else _list(stride)
-        return op(input, _list(kernel_size), steps, _list(padding), ceil_mode, count_include_pad, *last)
-
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Keeps sizes alone."
-    return function
-
-
-avg_pool1d, avg_pool2d, avg_pool3d = (_avg_pool(dims) for dims in (1, 2, 3))
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

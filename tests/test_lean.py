@@ -52,6 +52,12 @@ CALLS: dict[str, Any] = {
     "F.linear": lambda x: F.linear(x, torch.eye(6, dtype=x.dtype) + 1),
     "F.conv2d": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype), padding="same"),
     "F.conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.ones(4, 4, 3, 3, dtype=x.dtype)),
+    "F.interpolate": lambda x: F.interpolate(x, scale_factor=2), "F.upsample": lambda x: F.upsample(x, (7, 9)),
+    "F.interpolate by name": lambda x: F.interpolate(input=x, size=[7, 3], mode="bicubic", align_corners=False),
+    "F.interpolate area": lambda x: F.interpolate(x, 3, mode="area"),
+    "F.interpolate smoothed": lambda x: F.interpolate(x, 3, mode="bilinear", antialias=True),
+    "F.pad": lambda x: F.pad(x, (1, 2)), "F.pad reflect": lambda x: F.pad(x, (1, 2, 0, 3), mode="reflect"),
+    "F.pad value": lambda x: F.pad(input=x, pad=(1, -2), value=3.0),
     "F.dropout in eval": lambda x: F.dropout(x, 0.4, training=False),
 }  # fmt: skip
 STOCK_DOES_IT = {
@@ -62,6 +68,8 @@ STOCK_DOES_IT = {
     "F.conv2d",
     "F.conv_transpose2d",
     "F.local_response_norm",
+    "F.interpolate area",
+    "F.interpolate smoothed",
 }
 
 
@@ -75,6 +83,7 @@ def image(device: str = "cpu") -> Tensor:
     return torch.randn(2, 4, 6, 6, device=device, dtype=torch.float64, requires_grad=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*upsample.*deprecated")
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_values_and_gradients(name):
     found = []

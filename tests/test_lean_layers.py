@@ -44,6 +44,20 @@ POOLS: list[Case] = [
     (nn.AdaptiveAvgPool1d, (4,), {}, LINE), (nn.AdaptiveAvgPool2d, ((4, None),), {}, IMAGE),
     (nn.AdaptiveAvgPool2d, (1,), {}, IMAGE), (nn.AdaptiveAvgPool3d, ((2, 3, 1),), {}, VOLUME),
 ]  # fmt: skip
+RESIZES: list[Case] = [
+    *((nn.Upsample, (), {"scale_factor": 2, "mode": mode}, shape) for mode, shape in (
+        ("nearest", LINE), ("nearest", IMAGE), ("nearest", VOLUME), ("nearest-exact", LINE), ("nearest-exact", IMAGE),
+        ("nearest-exact", VOLUME), ("linear", LINE), ("bilinear", IMAGE), ("bicubic", IMAGE), ("trilinear", VOLUME))),
+    (nn.Upsample, ((5, 20),), {"mode": "bilinear", "align_corners": True}, IMAGE),
+    (nn.Upsample, (), {"scale_factor": (1.5, 0.7)}, IMAGE), (nn.UpsamplingNearest2d, (4,), {}, IMAGE),
+    (nn.UpsamplingBilinear2d, (), {"scale_factor": 1.7}, IMAGE),
+    (nn.Upsample, (), {"scale_factor": 1.7, "mode": "bicubic", "recompute_scale_factor": True}, IMAGE),
+    *((getattr(nn, f"{kind}Pad{dims}d"), (amounts,), {}, shape) for kind in ("Reflection", "Replication", "Circular",
+      "Zero") for dims, amounts, shape in ((1, (3, 1), LINE), (2, (0, 2, 1, 3), IMAGE), (2, 1, IMAGE[1:]),
+      (3, (1, 2, 0, 1, 1, 0), VOLUME))),
+    (nn.ConstantPad2d, ((1, -2, 0, 3), 0.5), {}, IMAGE), (nn.ConstantPad1d, (2, -1.0), {}, LINE),
+    (nn.ConstantPad3d, (1, 2.0), {}, VOLUME),
+]  # fmt: skip
 SAME_NORMS: list[Case] = [
     (nn.GroupNorm, (3, 6), {}, IMAGE), (nn.GroupNorm, (1, 6), {"affine": False}, LINE),
     (nn.LayerNorm, (7,), {}, IMAGE), (nn.LayerNorm, ((9, 7),), {"elementwise_affine": False}, IMAGE),
@@ -113,7 +127,7 @@ def forward_backward(module: nn.Module, x: Tensor, dtype: torch.dtype | None = N
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("case", POINTWISE + POOLS + SAME_NORMS, ids=name_of)
+@pytest.mark.parametrize("case", POINTWISE + POOLS + RESIZES + SAME_NORMS, ids=name_of)
 def test_the_same_bits_as_stock(device, case, dtype, layout):
     if dtype.itemsize == 2 and case[0] in (nn.AvgPool3d, nn.LocalResponseNorm) and device == "cpu":
         return unserved_by_stock(case, device, dtype)
@@ -215,7 +229,8 @@ BYTES: list[tuple[Case, float]] = [
     ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)),
     ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),
     ((nn.AdaptiveAvgPool2d, (2,), {}, (2, 8, 16, 16)), 0), ((nn.LocalResponseNorm, (3,), {}, (2, 8, 16, 16)), 1),
-    ((nn.RMSNorm, (16,), {}, (2, 8, 16, 16)), 1),
+    ((nn.RMSNorm, (16,), {}, (2, 8, 16, 16)), 1), ((nn.ReflectionPad2d, (3,), {}, (2, 8, 16, 16)), 0),
+    ((nn.ReplicationPad2d, (3,), {}, (2, 8, 16, 16)), 0), ((nn.Upsample, (), {"scale_factor": 2}, (2, 8, 16, 16)), 0),
 ]  # fmt: skip
 
 
@@ -296,7 +311,13 @@ def test_num_batches_tracked_moves_and_state_dicts_fit(device):
 @pytest.mark.parametrize("cls", sorted(pc.layers.LAYERS, key=lambda c: c.__name__), ids=lambda c: c.__name__)
 def test_every_layer_converts_copies_pickles_and_reverts(cls):
     arguments: dict[type, tuple[Any, ...]] = {nn.GroupNorm: (2, 4), nn.Linear: (4, 4), nn.Threshold: (0.1, 0.0)}
-    simple = "Pool" in cls.__name__ or cls in (nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+    arguments |= {nn.ConstantPad1d: (2, 1.0), nn.ConstantPad2d: (2, 1.0), nn.ConstantPad3d: (2, 1.0)}
+    simple = (
+        "Pool" in cls.__name__
+        or "Pad" in cls.__name__
+        or "Upsampl" in cls.__name__
+        or cls in (nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
+    )
     numbered = "BatchNorm" in cls.__name__ or "InstanceNorm" in cls.__name__
     args = arguments.get(cls, (2,) if simple else (4,) if numbered else ())
     module = cls(*args)

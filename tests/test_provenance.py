@@ -46,6 +46,11 @@ CHAINS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
         x.permute(0, 2, 3, 1), [4], p["gamma"], p["beta"]).permute(0, 3, 1, 2),
     "avg_pool": lambda x, p: lf.avg_pool2d(lf.hardswish(batch_norm(x, p)), 3, 1, 1),
     "rms_norm": lambda x, p: lf.rms_norm(x, [6], None),
+    "upsampled": lambda x, p: lf.interpolate(lf.silu(x), scale_factor=2),
+    "upsampled leaf": lambda x, p: lf.interpolate(x, size=(9, 11), mode="bilinear", align_corners=True),
+    "padded by reflection": lambda x, p: lf.pad(lf.relu(batch_norm(x, p)), [2, 1, 0, 2], "reflect"),
+    "padded by its border": lambda x, p: lf.pad(x, [1, 1, 1, 1], "replicate"),
+    "padded by zeros": lambda x, p: lf.relu(lf.pad(batch_norm(x, p), [1, 2, -1, 0])),
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", CHAINS)
 
@@ -345,6 +350,26 @@ def test_parts_of_a_concatenation_are_kept_once(device):
     }
     assert sum(storages.values()) == 6 * x.nbytes
     y.backward()
+
+
+def test_the_small_side_of_an_upsampling_is_kept(device):
+    """Also where nobody holds it by the time the consumer asks for it."""
+    x = torch.randn(2, 4, 8, 8, device=device, requires_grad=True)
+    w = torch.randn(4, 4, 3, 3, device=device, requires_grad=True)
+    small = pc.functional.conv2d(x, w, padding=1)
+    large = lf.interpolate(small, scale_factor=2)
+    references = [StorageWeakRef(t.untyped_storage()) for t in (small, large)]
+    del small
+    y = pc.functional.conv2d(large, w, padding=1)
+    del large
+    assert [reference.expired() for reference in references] == [False, True]
+    down = lf.interpolate(y, scale_factor=0.5)
+    references = [StorageWeakRef(t.untyped_storage()) for t in (y, down)]
+    del y
+    z = pc.functional.conv2d(down, w, padding=1)
+    del down
+    assert [reference.expired() for reference in references] == [True, False]
+    z.sum().backward()
 
 
 def test_backward_in_another_thread(device):

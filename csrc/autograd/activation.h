@@ -1,5 +1,7 @@
-// What the nodes of all activations share.
+// What the nodes of activations, pools and paddings share.
 #pragma once
+
+#include <ATen/ops/empty.h>
 
 #include "autograd/lean_node.h"
 #include "ops/activation.h"
@@ -27,6 +29,21 @@ class ActivationNode : public LeanNode {
     return x;
   }
   std::vector<Source*> sources() override { return {&input}; }
+};
+
+// An input of which a stock backward operator reads nothing but sizes and layout.
+struct StandIn {
+  StandIn() = default;
+  explicit StandIn(const at::Tensor& input)
+      : sizes(input.sizes().vec()), format(input.suggest_memory_format()) {}
+  // One element seen from everywhere has the sizes of a contiguous tensor; channels_last takes real memory.
+  at::Tensor tensor(const at::Tensor& grad) const {
+    return format == at::MemoryFormat::Contiguous ? at::empty({1}, grad.options()).expand(sizes)
+                                                  : at::empty(sizes, grad.options().memory_format(format));
+  }
+
+  std::vector<int64_t> sizes;
+  at::MemoryFormat format = at::MemoryFormat::Contiguous;
 };
 
 }  // namespace patchconv

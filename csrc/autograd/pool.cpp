@@ -201,17 +201,10 @@ class AvgPoolBackward final : public LeanNode {
   AvgPoolBackward() : LeanNode("patchconv::AvgPoolBackward") {}
   Source input;
   AvgPoolSpec spec;
-  std::vector<c10::SymInt> size;
-  at::MemoryFormat format = at::MemoryFormat::Contiguous;
+  StandIn like;
 
  protected:
-  variable_list backward(const Tensor& grad) override {
-    // One element seen from everywhere has the sizes of a contiguous tensor; channels_last takes real memory.
-    const Tensor like = format == at::MemoryFormat::Contiguous
-                            ? at::empty({1}, grad.options()).expand_symint(size)
-                            : at::empty_symint(size, grad.options().memory_format(format));
-    return {spec.backward(grad, like)};
-  }
+  variable_list backward(const Tensor& grad) override { return {spec.backward(grad, like.tensor(grad))}; }
   Tensor rebuild() override { return spec.forward(input.get(*this)); }
   std::vector<Source*> sources() override { return {&input}; }
 };
@@ -225,8 +218,7 @@ Tensor avg_pool(const Tensor& x, const AvgPoolSpec& spec) {
   const auto node = make_node<AvgPoolBackward>(x);
   node->input.note(x);
   node->spec = spec;
-  node->size = x.sym_sizes().vec();
-  node->format = x.suggest_memory_format();
+  node->like = StandIn(x);
   LeanNode::attach(y, node);
   return y;
 }
