@@ -8,6 +8,7 @@ from typing import Any
 from .measure import GIB
 
 COLOURS = {"stock": "#8d99a6", "patch_conv": "#e0a030", "ours": "#1f6fb4"}
+LEAN_COLOURS = {"memsave": "#e0a030", "convert": "#7fb2dc", "functional": "#1f6fb4"}
 FLOOR = "#222222"
 DPI = 130
 PASS_TITLES = {"fprop": "forward", "dgrad": "gradient of the input", "wgrad": "gradient of the weight"}
@@ -16,7 +17,7 @@ PASS_TITLES["backward"] = "whole backward"
 
 def draw(data: dict[str, Any], path: Path) -> Path | None:
     """The figure of a results file, at `path`; None for a kind that has none, or while there is no data."""
-    makers = {"conv_memory": conv_memory, "conv_speed": conv_speed, "padding": padding, "gpu": gpu}
+    makers = {"conv_memory": conv_memory, "conv_speed": conv_speed, "padding": padding, "lean": lean, "gpu": gpu}
     maker = makers.get(data["bench"])
     figure = maker(data) if maker else None
     if figure is None:
@@ -179,6 +180,48 @@ def padding(data: dict[str, Any]) -> Any:
     bar.ax.tick_params(labelsize=7)
     _foot(figure, data)
     return figure
+
+
+def lean(data: dict[str, Any]) -> Any:
+    """Bars of what training keeps, in units of stock's: models, and the cases of memsave's paper."""
+    panels = [([(row["model"], row) for row in data["floors"]], "everything trained, batch 2", True)]
+    cases = [row for row in data["cases"] if row["batch"] == max(r["batch"] for r in data["cases"])]
+    if cases:
+        named = [(f"{row['model']}\n{row['case']}", row) for row in cases]
+        panels.append((named, f"memsave's cases, batch {cases[0]['batch']}", False))
+    longest = max(len(rows) for rows, _, _ in panels)
+    figure, axes = _figure(1, len(panels), 5.2 * len(panels), 1.2 + 0.52 * longest)
+    for ax, (rows, title, floors) in zip(axes[0], panels, strict=True):
+        for place, (_, row) in enumerate(rows):
+            sides = [side for side in LEAN_COLOURS if side in row and "error" not in row[side]]
+            for line, side in enumerate(sides):
+                value = row[side]["held"] / row["stock"]["held"]
+                at = place + (line - (len(sides) - 1) / 2) * 0.28
+                ax.barh(at, value, 0.26, color=LEAN_COLOURS[side])
+                ax.text(value, at, f" {value:.2f}", va="center", fontsize=6)
+            if floors:
+                ax.plot([row["floor"]] * 2, [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
+        ax.axvline(1, color=COLOURS["stock"], lw=1, ls=":")
+        ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+        ax.tick_params(labelsize=7)
+        ax.invert_yaxis()
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel(
+            "bytes kept for backward / stock's" + (" (line: the floor aimed at)" if floors else ""), fontsize=8
+        )
+        _bare(ax)
+    used = [side for side in LEAN_COLOURS if any(side in row for rows, _, _ in panels for _, row in rows)]
+    _lean_legend(figure, used)
+    _foot(figure, data)
+    return figure
+
+
+def _lean_legend(figure: Any, sides: list[str]) -> None:
+    from matplotlib.patches import Patch
+
+    names = {"memsave": "memsave_torch", "convert": "convert(model)", "functional": "convert(model, functional=True)"}
+    handles = [Patch(color=LEAN_COLOURS[side], label=names[side]) for side in sides]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
 
 
 def gpu(data: dict[str, Any]) -> Any:

@@ -2,16 +2,18 @@
 
 Three tables. Bytes kept for backward by eight models at 224x224, batch 2, training mode: what stays alive with the
 graph alone (a census of storages, parameters and inputs' own not counted), beside what saved-tensor hooks see; the
-floors are what conversion is meant to reach. Then the cases of memsave's paper: everything trained, the input alone,
-the input with batch norm in eval mode, norm layers alone, the first quarter. And the toy network of that paper: peak of
-memory of a whole step, in a process of its own, stock, converted, and with every layer frozen. Batch 2; the eighth
-model needs diffusers.
+floors are what conversion is meant to reach. Then the cases of memsave's paper (arXiv 2404.12406): everything trained,
+the input alone, the input with batch norm in eval mode, norm layers alone, the first quarter; bytes kept, and the peak
+of memory of the forward pass and of forward and backward. And the toy network of that paper: the peak of a whole step,
+stock, converted, and with every layer frozen. Every number is taken in a process of its own. memsave_torch runs beside
+us where it is installed; the eighth model needs diffusers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,11 +30,26 @@ FLOORS = {
 }  # fmt: skip
 CASES = ("all", "input", "input, norm in eval", "norm layers", "first quarter")
 PAPER = ("resnet101", "resnext101_64x4d", "efficientnet_v2_l")
+BATCHES = {4: CASES, 2: ("all", "input, norm in eval")}  # of the paper's cases
+
+
+def memsave(model: nn.Module) -> nn.Module:
+    from memsave_torch.nn import convert_to_memory_saving
+
+    return convert_to_memory_saving(model, clone_params=False)
+
+
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
+    "memsave": memsave,
     "convert": pc.convert,
     "functional": lambda model: pc.convert(model, functional=True),
 }
+OURS = ("convert", "functional")
+
+
+def rivals() -> list[str]:
+    return ["stock"] + (["memsave"] if importlib.util.find_spec("memsave_torch") else [])
 
 
 def network(name: str) -> nn.Module:
@@ -46,10 +63,9 @@ def network(name: str) -> nn.Module:
     return getattr(torchvision.models, name)(weights=None).train()
 
 
-def image(name: str, side: int) -> Tensor:
-    return (
-        torch.randn(2, 4, side // 2, side // 2) if name.startswith("AutoencoderKL") else torch.randn(2, 3, side, side)
-    )
+def image(name: str, side: int, batch: int) -> Tensor:
+    latent = name.startswith("AutoencoderKL")
+    return torch.randn(batch, 4, side // 2, side // 2) if latent else torch.randn(batch, 3, side, side)
 
 
 def prepare(model: nn.Module, case: str) -> bool:
@@ -70,13 +86,31 @@ def prepare(model: nn.Module, case: str) -> bool:
     return case.startswith("input")
 
 
-def kept(name: str, case: str, form: str, side: int) -> dict[str, int]:
-    """Bytes kept by one model. In a process of its own: `python -m bench.lean` calls it so."""
+def ready(name: str, case: str, form: str, side: int, batch: int) -> tuple[nn.Module, Tensor]:
     model = network(name)
-    x = image(name, side).requires_grad_(prepare(model, case))
-    model = FORMS[form](model)
+    x = image(name, side, batch).requires_grad_(prepare(model, case))
+    return FORMS[form](model), x
+
+
+def kept(name: str, case: str, form: str, side: int, batch: int) -> dict[str, int]:
+    """Bytes kept by one model."""
+    model, x = ready(name, case, form, side, batch)
     seen = census.saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
     return {"held": census.held_bytes(lambda: model(x)), "saved": seen}
+
+
+def peaks(name: str, case: str, form: str, side: int, batch: int) -> dict[str, int]:
+    """Bytes kept by one model, and the peaks of a forward pass and of one with backward."""
+    model, x = ready(name, case, form, side, batch)
+    held = census.held_bytes(lambda: model(x))
+    forward = measure.peak_of(lambda: model(x)).above
+
+    def step() -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    return {"held": held, "forward": forward, "step": measure.peak_of(step).above}
 
 
 def toy(form: str, side: int) -> dict[str, int]:
@@ -86,8 +120,8 @@ def toy(form: str, side: int) -> dict[str, int]:
     if form != "frozen":
         model[3].weight.requires_grad_(True)
     x = torch.randn(256, 8, side, side)
-    if form == "convert":
-        pc.convert(model)
+    if form != "frozen":
+        model = FORMS[form](model)  # type: ignore[assignment]
 
     def step() -> Tensor:
         loss = model(x).sum()
@@ -102,26 +136,23 @@ def measure_all(size: str) -> dict[str, Any]:
     side = 224 if size == "full" else 64
     data = measure.report_head("lean", size) | {"floors": [], "cases": [], "toy": {}, "side": side}
 
-    def run(name: str, case: str, form: str) -> dict[str, Any]:
-        return measure.in_fresh_process("bench.lean:kept", 300, name=name, case=case, form=form, side=side)
+    def run(target: str, forms: Iterable[str], **arguments: Any) -> dict[str, Any]:
+        row = {form: measure.in_fresh_process(f"bench.lean:{target}", 600, form=form, **arguments) for form in forms}
+        print(*arguments.values(), row, flush=True)
+        return row
 
     models = {"full": list(FLOORS), "small": list(FLOORS)[:3]}.get(size, ["resnet18"])
     paper = {"full": PAPER, "small": PAPER[:1]}.get(size, ())
     for name in models:
-        floor = FLOORS[name]
-        row: dict[str, Any] = {"model": name, "floor": floor} | {form: run(name, "all", form) for form in FORMS}
-        data["floors"].append(row)
-        print(name, {form: row[form] for form in FORMS}, flush=True)
+        row = run("kept", ["stock", *OURS], name=name, case="all", side=side, batch=2)
+        data["floors"].append({"model": name, "floor": FLOORS[name]} | row)
+    for form in (*rivals(), "convert", "frozen"):
+        data["toy"] |= run("toy", [form], side=256 if size == "full" else 32)
     for name in paper:
-        for case in CASES:
-            row = {"model": name, "case": case} | {form: run(name, case, form) for form in FORMS}
-            data["cases"].append(row)
-            print(name, case, {form: row[form] for form in FORMS}, flush=True)
-    for form in ("stock", "convert", "frozen"):
-        data["toy"][form] = measure.in_fresh_process(
-            "bench.lean:toy", 300, form=form, side=256 if size == "full" else 32
-        )
-    print("toy", data["toy"], flush=True)
+        for batch, cases in BATCHES.items():
+            for case in cases:
+                row = run("peaks", [*rivals(), *OURS], name=name, case=case, side=side, batch=batch)
+                data["cases"].append({"model": name, "case": case, "batch": batch} | row)
     return data
 
 

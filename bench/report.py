@@ -191,8 +191,8 @@ def lean(data: dict[str, Any]) -> str:
             return str(row[form].get("error", row["stock"].get("error")))
         return f"{row[form][way] / max(1, row['stock'][way]):.3f}"
 
-    def stock(row: dict[str, Any]) -> str:
-        return row["stock"].get("error") or f"{row['stock']['held'] / MIB:.1f}"
+    def stock(row: dict[str, Any], way: str = "held") -> str:
+        return row["stock"].get("error") or f"{row['stock'][way] / MIB:.1f}"
 
     def met(row: dict[str, Any]) -> str:
         if any("error" in row[form] for form in ("stock", "convert", "functional")):
@@ -209,12 +209,20 @@ def lean(data: dict[str, Any]) -> str:
         [[row["model"], stock(row), share(row, "convert"), share(row, "functional"), share(row, "convert", "saved"),
           share(row, "functional", "saved"), row["floor"], met(row)] for row in data["floors"]],
     ))  # fmt: skip
-    parts.append("\nThe cases of memsave's paper, by what is trained.\n")
-    parts.append(table(
-        ["model", "trained", "stock MiB", "convert", "convert(functional=True)"],
-        [[row["model"], row["case"], stock(row), share(row, "convert"), share(row, "functional")]
-         for row in data["cases"]],
-    ))  # fmt: skip
+    sides = [side for side in ("memsave", "convert", "functional") if all(side in row for row in data["cases"])]
+    for way, title in (
+        ("held", "MiB alive with the graph after the forward pass"),
+        ("forward", "Peak of the forward pass, MiB above what was there before"),
+        ("step", "Peak of forward and backward, gradients of parameters included, MiB above what was there before"),
+    ):
+        if not data["cases"]:
+            break
+        parts.append(f"\nThe cases of memsave's paper, by what is trained. {title}; the rest in units of stock's.\n")
+        parts.append(table(
+            ["model", "batch", "trained", "stock MiB", *sides],
+            [[row["model"], row["batch"], row["case"], stock(row, way), *[share(row, side, way) for side in sides]]
+             for row in data["cases"]],
+        ))  # fmt: skip
     if data["toy"]:
         cells = [data["toy"][form].get("error") or f"{data['toy'][form]['peak'] / MIB:.0f}" for form in data["toy"]]
         parts.append("\nTen convolutions, the fourth trained: peak of a step above its input, MiB.\n")

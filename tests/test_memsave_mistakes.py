@@ -72,7 +72,9 @@ def test_autocast_gives_the_low_precision():
         assert model(torch.randn(2, 3, 8, 8)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("affine,momentum,track", itertools.product([True, False], [0.1, None], [True, False]), ids=str)
+@pytest.mark.parametrize(
+    "affine,momentum,track", list(itertools.product([True, False], [0.1, None], [True, False])), ids=str
+)
 def test_batch_norm_with_every_option(affine, momentum, track):
     make = lambda: nn.BatchNorm2d(4, affine=affine, momentum=momentum, track_running_stats=track)  # noqa: E731
     stock, ours = make(), pc.convert(make())

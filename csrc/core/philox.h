@@ -2,17 +2,11 @@
 //
 // J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). The key is a
 // 64-bit seed and the counter a 64-bit block index above 64 zero bits, so block b of a seed is the same four
-// words whoever asks, in whatever order: element i of a tensor takes word i % 4 of block i / 4. Plain C++
-// for the host and for CUDA device code.
+// words whoever asks, in whatever order: element i of a tensor takes word i % 4 of block i / 4. All
+// constexpr, which device code may call as well (nvcc --expt-relaxed-constexpr).
 #pragma once
 
 #include <cstdint>
-
-#ifdef __CUDACC__
-#define PATCHCONV_HOST_DEVICE __host__ __device__
-#else
-#define PATCHCONV_HOST_DEVICE
-#endif
 
 namespace patchconv {
 
@@ -26,17 +20,14 @@ struct PhiloxKey {
   uint32_t low, high;
 };
 
-PATCHCONV_HOST_DEVICE inline PhiloxKey philox_key(uint64_t seed) {
+constexpr PhiloxKey philox_key(uint64_t seed) {
   return {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
 }
 
 // The key of the next round.
-PATCHCONV_HOST_DEVICE inline PhiloxKey philox_next(PhiloxKey key) {
-  return {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u};
-}
+constexpr PhiloxKey philox_next(PhiloxKey key) { return {key.low + 0x9E3779B9u, key.high + 0xBB67AE85u}; }
 
-PATCHCONV_HOST_DEVICE inline void philox_round(PhiloxKey key, uint32_t& a, uint32_t& b, uint32_t& c,
-                                               uint32_t& d) {
+constexpr void philox_round(PhiloxKey key, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   const uint64_t first = 0xD2511F53ull * a;
   const uint64_t second = 0xCD9E8D57ull * c;
   a = static_cast<uint32_t>(second >> 32) ^ b ^ key.low;
@@ -46,7 +37,7 @@ PATCHCONV_HOST_DEVICE inline void philox_round(PhiloxKey key, uint32_t& a, uint3
 }
 
 // The cipher on a full 128-bit counter; `counter` holds its least significant word first.
-PATCHCONV_HOST_DEVICE inline PhiloxBlock philox(PhiloxKey key, PhiloxBlock counter) {
+constexpr PhiloxBlock philox(PhiloxKey key, PhiloxBlock counter) {
   for (int round = 0; round < kPhiloxRounds; ++round) {
     philox_round(key, counter.word[0], counter.word[1], counter.word[2], counter.word[3]);
     key = philox_next(key);
@@ -55,12 +46,12 @@ PATCHCONV_HOST_DEVICE inline PhiloxBlock philox(PhiloxKey key, PhiloxBlock count
 }
 
 // Words 4 * block to 4 * block + 3 of a seed's sequence.
-PATCHCONV_HOST_DEVICE inline PhiloxBlock philox_block(uint64_t seed, uint64_t block) {
+constexpr PhiloxBlock philox_block(uint64_t seed, uint64_t block) {
   return philox(philox_key(seed), {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}});
 }
 
 // An event of probability p happens where a word is less than this: never for p = 0, always for p = 1 (2^32,
 // which no word reaches and 32 bits do not hold).
-inline uint64_t philox_threshold(double p) { return static_cast<uint64_t>(p * 4294967296.0 + 0.5); }
+constexpr uint64_t philox_threshold(double p) { return static_cast<uint64_t>(p * 4294967296.0 + 0.5); }
 
 }  // namespace patchconv
