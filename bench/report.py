@@ -230,6 +230,25 @@ def lean(data: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def lean_speed(data: dict[str, Any]) -> str:
+    parts = [heading(data, "What saving less costs in time on the CPU")]
+    parts.append("Training steps: median (least to most) of paired rounds, and in units of stock's time.\n")
+    parts.append(table(
+        ["model", "batch", "layout", "stock ms", "convert", f"<= {data['target']}", "convert(functional=True)", "",
+         "rounds"],
+        [[row["model"], row["batch"], row["layout"], spread(row["ms"]["stock"], 0), spread(row["ratio"]["convert"], 3),
+          verdict(row["met"]["convert"]), spread(row["ratio"]["functional"], 3), verdict(row["met"]["functional"]),
+          row["rounds"]] for row in data["steps"]],
+    ))  # fmt: skip
+    parts.append("\nReLU with a packed mask, GB moved a second; the copy is `clone()` of the same tensor.\n")
+    parts.append(table(
+        ["pass", "MiB", "copy", "ours", "stock", "ours / copy", f">= {data['rate']}"],
+        [[row["pass"], row["mib"], *[row["gb_s"][side] for side in ("copy", "ours", "stock")], row["rate"],
+          verdict(row["met"])] for row in data["relu"]],
+    ))  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
 def gpu(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: checks, memory and time")]
     if "tests" in data:
@@ -294,6 +313,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "half": half,
     "resnet": resnet,
     "lean": lean,
+    "lean_speed": lean_speed,
     "gpu": gpu,
 }
 

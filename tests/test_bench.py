@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cases, correct, gpu, gpu_measure, measure, report
+from bench import cases, census, correct, gpu, gpu_measure, measure, report
 from bench.cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +99,54 @@ def test_resnet(tmp_path: Path) -> None:
     assert [(row["mode"], row["batch"]) for row in data["rows"]] == [
         ("forward", 1), ("forward", 8), ("training step", 1), ("training step", 8),
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_lean(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    done = run("lean", "--size", "tiny", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "lean.json").read_text())
+    (row,) = data["floors"]
+    assert 0 < row["functional"]["held"] < row["convert"]["held"] < 0.8 * row["stock"]["held"]
+    assert 0 < data["toy"]["convert"]["peak"] < data["toy"]["stock"]["peak"]
+    assert "resnet18" in (tmp_path / "lean.md").read_text() and (tmp_path / "lean.png").stat().st_size > 1000
+
+
+def test_lean_speed(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    done = run("lean_speed", "--size", "tiny", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "lean_speed.json").read_text())
+    assert [row["layout"] for row in data["steps"]] == ["NCHW", "channels_last"]
+    assert [row["pass"] for row in data["relu"]] == ["forward", "backward"]
+    assert all(row["rate"] > 0 for row in data["relu"])
+    assert "resnet18" in (tmp_path / "lean_speed.md").read_text()
+
+
+def test_census() -> None:
+    """What is kept, by three counts: an activation's output, a product's operands, and what a hook cannot see."""
+    x = torch.randn(64, 1024, requires_grad=True)
+    counts = (census.saved_bytes, census.held_bytes)
+    assert [count(lambda: torch.relu(x)) for count in counts] == [x.nbytes, x.nbytes]
+    assert [count(lambda: (x * 1) * (x * 2)) for count in counts] == [2 * x.nbytes, 2 * x.nbytes]
+    assert [count(lambda: x + 1) for count in counts] == [0, 0]
+    assert census.saved_bytes(lambda: x * x, apart_from=[x]) == 0 and census.saved_bytes(lambda: x * x) == x.nbytes
+    assert x.nbytes <= census.heap_bytes(lambda: torch.relu(x)) <= x.nbytes + 2**16
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.kept = x + 1
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * ctx.kept
+
+    assert [count(lambda: Hidden.apply(x)) for count in counts] == [0, x.nbytes]
+    text = census.table({"relu": (lambda: torch.relu(x), torch.nn.Identity())})
+    assert text.splitlines()[-1].startswith("| relu | 0.25 (1.000) | 0.25 (1.000) | ")
 
 
 def test_smoke_runs_leave_real_results_alone() -> None:
