@@ -100,6 +100,34 @@ def test_the_same_values_and_gradients(name):
         torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*upsample.*deprecated")
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_chooses_the_same_dtypes(device, name, given):
+    found = []
+    for block in (torch.enable_grad(), pc.lean()):
+        x = image(device).to(given).detach().requires_grad_()
+        with torch.autocast(device, torch.bfloat16), block:
+            try:
+                y = CALLS[name](x * 1)
+            except RuntimeError as error:
+                # A dtype that stock does not mix or serve (a functional call's own weights are float64 here, say).
+                y, x = str(error).partition(":")[0], None
+        if x is not None:
+            weight = torch.linspace(-1, 2, y.numel()).cos().view(y.shape).to(y)
+            (grad,) = torch.autograd.grad(y, x, weight)
+            found.append((y.dtype, grad.dtype, y.detach().float(), grad.float()))
+        else:
+            found.append(y)
+    stock, ours = found
+    if isinstance(stock, str):
+        assert isinstance(ours, str)
+        return
+    assert ours[:2] == stock[:2]
+    for got, want in zip(ours[2:], stock[2:], strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
+
+
 def test_dropout_is_drawn_from_the_generator():
     x = image()
     with pc.lean():

@@ -169,10 +169,12 @@ class PReluBackward final : public LeanNode {
 
 // `weight` broadcasts against x, as stock's prelu makes it.
 Tensor prelu(const Tensor& x, const Tensor& parameter) {
-  const bool plain = served(x) && served(parameter) && x.scalar_type() == parameter.scalar_type();
-  const int64_t channels = x.dim() >= 2 ? x.size(1) : 1;
-  const bool fits = parameter.dim() <= 1 && (parameter.numel() == 1 || parameter.numel() == channels);
-  if (!needs_node(x, parameter) || !plain || !fits || has_tangent(x) || has_tangent(parameter)) {
+  const auto fits = [&] {
+    const int64_t channels = x.dim() >= 2 ? x.size(1) : 1;
+    return parameter.dim() <= 1 && (parameter.numel() == 1 || parameter.numel() == channels);
+  };
+  if (!needs_node(x, parameter) || !served(x) || !served(parameter) ||
+      x.scalar_type() != parameter.scalar_type() || !fits() || has_tangent(x) || has_tangent(parameter)) {
     return at::prelu(x, parameter);
   }
   std::vector<int64_t> shape(std::max<int64_t>(x.dim(), 1), 1);

@@ -243,10 +243,11 @@ class GroupNormBackward final : public NormNode {
 
 Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  const bool fits = input.dim() >= 2 && groups > 0 && input.size(1) % groups == 0 &&
-                    (!weight.has_value() || !weight->defined() || weight->numel() == input.size(1)) &&
-                    (!bias.has_value() || !bias->defined() || bias->numel() == input.size(1));
-  if (!ours(input, weight, bias) || !fits || input.numel() == 0)
+  const auto fits = [&](const OptionalTensor& parameter) {
+    return !parameter.has_value() || !parameter->defined() || parameter->numel() == input.size(1);
+  };
+  if (!ours(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
+      !fits(weight) || !fits(bias) || input.numel() == 0)
     return at::group_norm(input, groups, weight, bias, eps);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
   node->groups = groups;

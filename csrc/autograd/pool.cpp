@@ -120,8 +120,7 @@ std::vector<int64_t> expanded(IntArrayRef list, int64_t dims) {
 
 // Whether this library records the call. Stock raises the errors for arguments that do not fit.
 bool ours_with(const Tensor& x, int64_t dims) {
-  return ours(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 &&
-         !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return ours(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0;
 }
 
 std::optional<std::vector<int64_t>> output_size(const Tensor& x, const PoolSpec& spec, bool ceil_mode) {

@@ -11,10 +11,12 @@
 
 namespace patchconv {
 
-// Dense tensors of the four real floating-point types. Others are handed to stock PyTorch whole.
+// Dense tensors of the four real floating-point types and of known sizes. Others are handed to stock PyTorch
+// whole: a compiler that traces with symbolic sizes recomputes by itself.
 inline bool served(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 

@@ -15,6 +15,7 @@
 #include <ATen/ops/var_mean.h>
 #include <torch/library.h>
 
+#include "ops/activation.h"
 #include "ops/handle.h"
 
 namespace patchconv {
@@ -64,22 +65,25 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
          });
 }
 
+Tensor stock_batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
+                        double momentum, double eps) {
+  return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
+                        /*cudnn_enabled=*/true);
+}
+
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("_batch_statistics", &statistics_with_aten);
   m.impl("_normalize", &normalize_with_aten);
   m.impl("batch_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
                           bool training, double momentum, double eps) {
+    if (!served(input)) {
+      return stock_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
+    }
     return std::get<0>(
         batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps));
   });
-}
-
-Tensor stock_batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
-                        double momentum, double eps) {
-  return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
-                        /*cudnn_enabled=*/true);
 }
 
 Tensor stock_group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight,
