@@ -240,7 +240,9 @@ def lean_speed(data: dict[str, Any]) -> str:
           verdict(row["met"]["convert"]), spread(row["ratio"]["functional"], 3), verdict(row["met"]["functional"]),
           row["rounds"]] for row in data["steps"]],
     ))  # fmt: skip
-    parts.append("\nReLU with a packed mask, GB moved a second; the copy is `clone()` of the same tensor.\n")
+    parts.append(
+        "\nReLU with a packed mask, GB moved a second; the copy is `clone()` of the same tensor, or `copy_`.\n"
+    )
     parts.append(table(
         ["pass", "MiB", "copy", "ours", "stock", "ours / copy", f">= {data['rate']}"],
         [[row["pass"], row["mib"], *[row["gb_s"][side] for side in ("copy", "ours", "stock")], row["rate"],

@@ -119,7 +119,7 @@ def test_lean_speed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "lean_speed.json").read_text())
     assert [row["layout"] for row in data["steps"]] == ["NCHW", "channels_last"]
-    assert [row["pass"] for row in data["relu"]] == ["forward", "backward"]
+    assert [row["pass"] for row in data["relu"]] == ["forward", "forward in place", "backward"]
     assert all(row["rate"] > 0 for row in data["relu"])
     assert "resnet18" in (tmp_path / "lean_speed.md").read_text()
 
