@@ -21,12 +21,28 @@ pytestmark = pytest.mark.skipif(
 STEPS = 3
 
 
+class Block(nn.Module):
+    """A residual block, of layers and of functional code, whose activations are made again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 6)
+        self.conv = nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(nn.functional.silu(self.norm(x)))
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1),
         nn.ReLU(),
+        Block(),
+        nn.Hardswish(),
         nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False),
+        nn.MaxPool2d(2, 1),
+        nn.Upsample(scale_factor=2),
         nn.ConvTranspose2d(6, 2, 2, stride=2),
     ).double()
 
@@ -49,10 +65,11 @@ def worker(rank: int, world: int, folder: str, options: dict[str, bool]) -> None
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
-        model = pc.convert(network(), splits=2)
+        model = pc.convert(network(), splits=2, functional=True)
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
         with pc.record_paths() as records:
             train(wrapped, rank, world)
+        assert pc.convert_report(model).converted.keys() >= {"1", "2", "2.norm", "5", "6"}
         assert records and {r["path"] for r in records} == {"tiled"}
         torch.save(model.state_dict(), os.path.join(folder, f"rank{rank}.pt"))
     finally:

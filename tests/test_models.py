@@ -61,6 +61,14 @@ EVERY = [
 ]
 CASES = [case for case in EVERY if ALL or case.name in {f"torchvision/{name}" for name in FAST.split()}]
 
+FUNCTIONAL = "resnet18 densenet121 googlenet shufflenet_v2_x0_5 mobilenet_v3_small convnext_tiny swin_t raft_small"
+
+
+def modes(case: Case) -> tuple[str, ...]:
+    """Of the plain run."""
+    return ("train", "eval", "functional") if case.name.partition("/")[2] in FUNCTIONAL.split() else ("train", "eval")
+
+
 Values = dict[str, Tensor]
 """Of one run: output, loss, gradients, buffers and parameters after a step, by name."""
 
@@ -232,10 +240,10 @@ def check_double(trial: Trial, ours: Values) -> None:
             assert torch.equal(ours[name], stock), f"float64, {name}"
 
 
-def converted(model: nn.Module) -> nn.Module:
+def converted(model: nn.Module, functional: bool) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "patchconv_native.convert left")
-        model = pc.convert(copy.deepcopy(model), splits=SPLITS)
+        model = pc.convert(copy.deepcopy(model), splits=SPLITS, functional=functional)
     assert pc.convert_report(model).converted, "nothing was converted"
     return model
 
@@ -259,20 +267,25 @@ def check_revert(stock: nn.Module, ours: nn.Module, inputs: Inputs) -> None:
     assert all(torch.equal(t, stock.state_dict()[key]) for key, t in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case,mode",
+    [(case, mode) for case in CASES for mode in ("train", "eval", "functional") if ALL or mode in modes(case)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_model(case: Case, mode: str) -> None:
+    """functional: in training mode, functional code converted too."""
     start = time.perf_counter(), time.process_time()
     torch.manual_seed(0)
-    model = without_chance(case.make()).train(mode == "train")
+    model = without_chance(case.make()).train(mode != "eval")
+    functional = mode == "functional"
     wrong: dict[str, str] = {}
     judges: Counter[str] = Counter()
     for seed in range(SEEDS):
         trial = Trial(case, model, seed)
         assert all(t.isfinite().all() for t in trial.stock.values()), "stock's own numbers are not finite"
         if seed == 0 and not case.no_double:
-            check_double(trial, trial.run_double(converted(model)))
-        ours = converted(model)
+            check_double(trial, trial.run_double(converted(model, functional)))
+        ours = converted(model, functional)
         verdicts = trial.judge(trial.run(ours))
         judges.update(verdict.partition(":")[0] for verdict in verdicts.values())
         now = {name: verdict for name, verdict in verdicts.items() if verdict.startswith("wrong")}
