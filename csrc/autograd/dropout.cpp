@@ -1,9 +1,10 @@
 // Dropout and its kin: nothing is kept but the seed that the mask was made from.
 //
 // The seed is a tensor drawn from torch's own generator, so that torch.manual_seed, checkpointing and graph
-// capture see it. On the CPU the mask follows from it element by element (core/philox.h) and is made anew in
-// backward. Where there is no such kernel yet (CUDA), the mask is drawn by stock operators and kept as bits.
-// Dropping whole channels takes one number a channel, made from the seed in either case.
+// capture see it. The mask follows from it element by element (core/philox.h) and is made anew in backward.
+// Where there is no kernel for that (on CUDA float64, and all but with backend "native"), the mask is drawn
+// by stock operators and kept as bits. Dropping whole channels takes one number a channel, made from the seed
+// in either case.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/alpha_dropout.h>
 #include <ATen/ops/dropout.h>
@@ -22,6 +23,7 @@
 #include <limits>
 
 #include "autograd/activation.h"
+#include "core/settings.h"
 #include "ops/handle.h"
 
 namespace patchconv {
@@ -112,7 +114,10 @@ Tensor dropout_by_seed(const Tensor& x, const Tensor& seed, double p, double sca
   return call_dropout(x, seed, {p, scale, shift, fill});
 }
 
-bool philox(const Tensor& x) { return !x.is_cuda(); }
+// Whether there is a kernel that makes the mask from the seed.
+bool philox(const Tensor& x) {
+  return !x.is_cuda() || (backend() == Backend::kNative && x.scalar_type() != at::kDouble);
+}
 
 Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
   const bool recorded = needs_node(input);
@@ -120,6 +125,7 @@ Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
   Source source;
   if (recorded) source.note(input);
   Tensor y, kept;
+  bool bits = false;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const Tensor x = input.is_non_overlapping_and_dense() ? input : at::empty_like(input).copy_(input);
@@ -127,6 +133,7 @@ Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
       kept = draw_seed(x);
       y = call_dropout(x, kept, noise);
     } else {
+      bits = true;
       kept = mask_pack(at::empty_like(x).bernoulli_(1 - noise.p), Mask::kRelu, 0, 0);
       y = DropoutBackward::apply_bits(x, kept, noise);
     }
@@ -136,7 +143,7 @@ Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
   if (recorded) {
     const auto node = make_node<DropoutBackward>(input);
     node->noise = noise;
-    node->bits = !philox(y);
+    node->bits = bits;
     node->strides = y.sym_strides().vec();
     node->input = std::move(source);
     node->seed.keep(kept);
@@ -152,31 +159,32 @@ Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
 class FeatureDropoutBackward final : public LeanNode {
  public:
   FeatureDropoutBackward() : LeanNode("patchconv::FeatureDropoutBackward") {}
-  Source input, seed;
+  Source input, seed;  // seed: or the mask's bits
   Noise noise;
+  bool bits = false;
 
   // One number a channel, (N, C, 1, ...).
-  static Tensor of_channels(const Tensor& like, const Tensor& seed, const Noise& n, bool shifts) {
+  static Tensor of_channels(const Tensor& like, const Tensor& seed, bool bits, const Noise& n, bool shifts) {
     std::vector<c10::SymInt> shape(like.dim(), 1);
     shape[0] = like.sym_size(0);
     shape[1] = like.sym_size(1);
     const Tensor ones = at::ones_symint(shape, like.options());
-    if (philox(like)) {
+    if (!bits) {
       return shifts ? call_dropout(ones.zero_(), seed, {n.p, 0, n.shift, n.fill})
                     : call_dropout(ones, seed, for_gradient(n));
     }
     return shifts ? mask_backward(ones, seed, n.shift, n.fill) : mask_backward(ones, seed, n.scale, 0);
   }
-  static Tensor apply_to(const Tensor& x, const Tensor& seed, const Noise& n) {
-    const Tensor y = x.mul(of_channels(x, seed, n, false));
-    return n.shift == 0 && n.fill == 0 ? y : y.add(of_channels(x, seed, n, true));
+  static Tensor apply_to(const Tensor& x, const Tensor& seed, bool bits, const Noise& n) {
+    const Tensor y = x.mul(of_channels(x, seed, bits, n, false));
+    return n.shift == 0 && n.fill == 0 ? y : y.add(of_channels(x, seed, bits, n, true));
   }
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    return {apply_to(grad, seed.get(*this), for_gradient(noise))};
+    return {apply_to(grad, seed.get(*this), bits, for_gradient(noise))};
   }
-  Tensor rebuild() override { return apply_to(input.get(*this), seed.get(*this), noise); }
+  Tensor rebuild() override { return apply_to(input.get(*this), seed.get(*this), bits, noise); }
   std::vector<Source*> sources() override { return {&input}; }
   std::vector<Source*> others() override { return {&seed}; }
 };
@@ -185,19 +193,21 @@ Tensor by_channel(const char* name, const Tensor& x, const Noise& noise) {
   TORCH_CHECK_VALUE(x.dim() >= 2, name, ": expected input to have at least 2 dimensions (N, C, ...), got ",
                     x.dim());
   Tensor y, seed;
+  const bool bits = !philox(x);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    if (philox(x)) {
+    if (!bits) {
       seed = draw_seed(x);
     } else {
       const Tensor channels = at::empty_symint({x.sym_size(0), x.sym_size(1)}, x.options());
       seed = mask_pack(channels.bernoulli_(1 - noise.p), Mask::kRelu, 0, 0);
     }
-    y = FeatureDropoutBackward::apply_to(x, seed, noise);
+    y = FeatureDropoutBackward::apply_to(x, seed, bits, noise);
   }
   if (!needs_node(x)) return y;
   const auto node = make_node<FeatureDropoutBackward>(x);
   node->noise = noise;
+  node->bits = bits;
   node->input.note(x);
   node->seed.keep(seed);
   LeanNode::attach(y, node);

@@ -14,7 +14,7 @@ namespace patchconv {
 enum class Mask : int64_t {
   kRelu = 0,         // max(x, 0)                        !(x <= 0)
   kLeakyRelu = 1,    // x > 0 ? x : a * x                x > 0
-  kHardtanh = 2,     // min(max(x, a), b)                x > a && x < b
+  kHardtanh = 2,     // min(max(x, a), b)                !(x <= a) && !(x >= b)
   kThreshold = 3,    // x <= a ? b : x                   !(x <= a)
   kHardsigmoid = 4,  // min(max(x + 3, 0), 6) / 6        x > -3 && x < 3
 };

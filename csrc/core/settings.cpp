@@ -1,5 +1,7 @@
 #include "core/settings.h"
 
+#include "core/build_facts.h"
+
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
@@ -30,7 +32,16 @@ void set_workspace_limit(int64_t bytes) {
 
 Backend backend() { return g_backend.load(std::memory_order_relaxed); }
 
-std::string backend_name() { return backend() == Backend::kAuto ? "auto" : "aten"; }
+std::string backend_name() {
+  switch (backend()) {
+    case Backend::kAten:
+      return "aten";
+    case Backend::kNative:
+      return "native";
+    default:
+      return "auto";
+  }
+}
 
 void set_backend(const std::string& name) {
   if (name == "auto") {
@@ -38,9 +49,11 @@ void set_backend(const std::string& name) {
   } else if (name == "aten") {
     g_backend = Backend::kAten;
   } else if (name == "native") {
-    throw std::invalid_argument(
-        "backend: 'native' is not served: this build has no convolution kernels of its own; "
-        "use 'auto' or 'aten'");
+    if (!cuda_facts()) {
+      throw std::invalid_argument(
+          "backend: 'native' is not served: this build has no CUDA kernels; use 'auto' or 'aten'");
+    }
+    g_backend = Backend::kNative;
   } else {
     throw std::invalid_argument("backend: expected 'auto', 'aten' or 'native', got '" + name + "'");
   }

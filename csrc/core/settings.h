@@ -15,11 +15,12 @@ int64_t workspace_limit();
 void set_workspace_limit(int64_t bytes);  // at least 1, else std::invalid_argument
 
 // kAuto: whatever is fastest of what is exact. kAten: tiles are cut, computed and put together by stock
-// operators alone. The name "native" (the project's own kernels) is refused until there are some.
-enum class Backend { kAuto, kAten };
+// operators alone. kNative: as kAuto, and on CUDA with those kernels of the project's own that are not yet
+// what kAuto takes.
+enum class Backend { kAuto, kAten, kNative };
 Backend backend();
 std::string backend_name();
-void set_backend(const std::string& name);  // std::invalid_argument for an unknown or not yet served name
+void set_backend(const std::string& name);  // std::invalid_argument for an unknown or not served name
 
 // Whether nodes keep the way to an input's producer instead of the input, where it can be made again.
 bool recompute();

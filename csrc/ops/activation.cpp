@@ -77,7 +77,7 @@ Tensor inside(const Tensor& input, Mask mask, double a, double b) {
     case Mask::kLeakyRelu:
       return x.gt(0);
     case Mask::kHardtanh:
-      return x.gt(a).logical_and(x.lt(b));
+      return x.le(a).logical_or_(x.ge(b)).logical_not_();
     case Mask::kThreshold:
       return x.le(a).logical_not();
     case Mask::kHardsigmoid:
@@ -86,7 +86,9 @@ Tensor inside(const Tensor& input, Mask mask, double a, double b) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-Tensor pack_with_aten(const Tensor& input, int64_t mask, double a, double b) {
+}  // namespace
+
+Tensor mask_pack_with_aten(const Tensor& input, int64_t mask, double a, double b) {
   const int64_t elements = input.numel();
   const Tensor bits = inside(flat(input), static_cast<Mask>(mask), a, b).to(at::kByte);
   const Tensor padded = at::constant_pad_nd(bits, {0, mask_bytes(elements) * 8 - elements});
@@ -94,17 +96,17 @@ Tensor pack_with_aten(const Tensor& input, int64_t mask, double a, double b) {
   return padded.view({-1, 8}).bitwise_left_shift(place).sum({1}, /*keepdim=*/false, at::kByte);
 }
 
-std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, int64_t mask, double a, double b) {
-  return {stock_masked(input, static_cast<Mask>(mask), a, b), pack_with_aten(input, mask, a, b)};
+std::tuple<Tensor, Tensor> mask_forward_with_aten(const Tensor& input, int64_t mask, double a, double b) {
+  return {stock_masked(input, static_cast<Mask>(mask), a, b), mask_pack_with_aten(input, mask, a, b)};
 }
 
-Tensor forward_in_place_with_aten(Tensor& input, int64_t mask, double a, double b) {
-  Tensor bits = pack_with_aten(input, mask, a, b);
+Tensor mask_forward_in_place_with_aten(Tensor& input, int64_t mask, double a, double b) {
+  Tensor bits = mask_pack_with_aten(input, mask, a, b);
   input.copy_(stock_masked(input, static_cast<Mask>(mask), a, b));
   return bits;
 }
 
-Tensor backward_with_aten(const Tensor& grad, const Tensor& bits, double inside, double outside) {
+Tensor mask_backward_with_aten(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   const Tensor place = at::arange(8, bits.options());
   const Tensor ones = bits.unsqueeze(1).bitwise_right_shift(place).bitwise_and(1).flatten();
   const Tensor mask = ones.slice(0, 0, grad.numel()).as_strided(grad.sizes(), grad.strides()).to(at::kBool);
@@ -113,6 +115,8 @@ Tensor backward_with_aten(const Tensor& grad, const Tensor& bits, double inside,
   };
   return at::where(mask, times(inside), times(outside));
 }
+
+namespace {
 
 Tensor bits_on_meta(const Tensor& input) {
   return at::empty_symint({(input.sym_numel() + 7) / 8}, input.options().dtype(at::kByte));
@@ -129,10 +133,10 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
-  m.impl("_mask_forward", &forward_with_aten);
-  m.impl("_mask_forward_", &forward_in_place_with_aten);
-  m.impl("_mask_pack", &pack_with_aten);
-  m.impl("_mask_backward", &backward_with_aten);
+  m.impl("_mask_forward", &mask_forward_with_aten);
+  m.impl("_mask_forward_", &mask_forward_in_place_with_aten);
+  m.impl("_mask_pack", &mask_pack_with_aten);
+  m.impl("_mask_backward", &mask_backward_with_aten);
 }
 
 void stock_activations(torch::Library& m) {

@@ -23,6 +23,14 @@ inline bool served(const at::Tensor& tensor) {
 // The same sizes and values in a given dense layout: itself if it is so already.
 at::Tensor in_layout(const at::Tensor& tensor, c10::SymIntArrayRef strides);
 
+// The same by stock operators, for devices and dtypes that have no kernel of ours.
+std::tuple<at::Tensor, at::Tensor> mask_forward_with_aten(const at::Tensor& input, int64_t mask, double a,
+                                                          double b);
+at::Tensor mask_forward_in_place_with_aten(at::Tensor& input, int64_t mask, double a, double b);
+at::Tensor mask_pack_with_aten(const at::Tensor& input, int64_t mask, double a, double b);
+at::Tensor mask_backward_with_aten(const at::Tensor& grad, const at::Tensor& bits, double inside,
+                                   double outside);
+
 // Stock PyTorch's operator for a piecewise linear activation.
 at::Tensor stock_masked(const at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
 at::Tensor& stock_masked_(at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);

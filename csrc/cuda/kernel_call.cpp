@@ -1,0 +1,37 @@
+#include "cuda/kernel_call.h"
+
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+namespace patchconv {
+
+kernels::Type kernel_type(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kernels::Type::kFloat;
+    case at::kHalf:
+      return kernels::Type::kHalf;
+    case at::kBFloat16:
+      return kernels::Type::kBFloat16;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "no kernel for ", tensor.scalar_type());
+  }
+}
+
+kernels::Stream current_stream(const at::Tensor& tensor) {
+  return c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream();
+}
+
+namespace kernels {
+
+void check(int error) {
+  const auto code = static_cast<cudaError_t>(error);
+  if (code != cudaSuccess)
+    throw LaunchError(std::string("patchconv_native, CUDA: ") + cudaGetErrorString(code));
+}
+
+}  // namespace kernels
+
+}  // namespace patchconv

@@ -1,0 +1,62 @@
+// Passes over every element of dense tensors: who reads what. A block takes a tile of kTile elements; a
+// thread kVectors pieces of 16 bytes of it, which lie so that a warp's pieces follow each other. Where the
+// tile is incomplete or a tensor is not aligned to 16 bytes, the same elements are read one by one.
+#pragma once
+
+#include "cuda/kernels/arch.cuh"
+
+namespace patchconv::kernels {
+
+constexpr int kElementThreads = 256;
+
+template <typename T>
+struct Elements {
+  static constexpr int kCount = 16 / sizeof(T);  // of a piece
+  static constexpr int kVectors = 4;
+  static constexpr int kTile = kElementThreads * kVectors * kCount;
+  using Piece = Vec<T, kCount>;
+
+  static int64_t tiles(int64_t count) { return (count + kTile - 1) / kTile; }
+
+  // First element of this thread's piece `number`.
+  static PATCHCONV_DEVICE int64_t first(int number) {
+    return block_x() * kTile + (number * kElementThreads + thread_index()) * kCount;
+  }
+
+  static PATCHCONV_DEVICE bool whole(int64_t count, bool aligned) {
+    return aligned && (block_x() + 1) * kTile <= count;
+  }
+
+  static PATCHCONV_DEVICE Piece load(const T* x, int64_t begin, int64_t count, bool whole) {
+    if (whole) return load_whole<Piece>(x + begin);
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) piece.at[i] = begin + i < count ? x[begin + i] : from_float<T>(0);
+    return piece;
+  }
+
+  static PATCHCONV_DEVICE void store(T* y, const Piece& piece, int64_t begin, int64_t count, bool whole) {
+    if (whole) return store_whole(y + begin, piece);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (begin + i < count) y[begin + i] = piece.at[i];
+    }
+  }
+};
+
+inline bool aligned_to_pieces(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// Calls use(T()) for a type's T.
+template <typename Use>
+void with_type(Type type, Use use) {
+  switch (type) {
+    case Type::kFloat:
+      return use(float());
+    case Type::kHalf:
+      return use(Half());
+    case Type::kBFloat16:
+      return use(BFloat16());
+  }
+}
+
+}  // namespace patchconv::kernels

@@ -1,0 +1,28 @@
+// csrc/cuda/kernels/launch.cuh for a CPU.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "cuda/kernels/stream.h"
+#include "executor.h"
+
+namespace patchconv::kernels {
+
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+
+struct Grid {
+  int64_t x = 1;
+  int y = 1;
+};
+
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t shared_bytes, Stream /*stream*/,
+            Arguments&&... arguments) {
+  if (grid.x <= 0 || grid.y <= 0) return;
+  if (grid.x > kMostBlocks) throw LaunchError("a grid of more than 2^31 - 1 blocks");
+  if (threads > 1024 || shared_bytes > 227 * 1024) throw LaunchError("a block that no GPU takes");
+  host_cuda::run(grid.x, grid.y, threads, shared_bytes, [&] { kernel(arguments...); });
+}
+
+}  // namespace patchconv::kernels

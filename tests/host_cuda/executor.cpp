@@ -1,0 +1,244 @@
+#include "executor.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace host_cuda {
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr size_t kStack = 64 * 1024;
+constexpr unsigned char kPoison = 0xa7;  // as float and as half a strange number, as an index far outside
+constexpr size_t kGuard = 256;
+
+enum class Waits { kNothing, kWarp, kBlock, kDone };
+
+struct Fiber {
+  ucontext_t context{};
+  Place place;
+  Waits waits = Waits::kNothing;
+  uint64_t brought = 0, taken = 0;
+  int partner = 0;
+  char* stack = nullptr;
+  void* fake_stack = nullptr;
+};
+
+struct Machine {
+  ucontext_t scheduler{};
+  void* fake_stack = nullptr;
+  const void* stack_bottom = nullptr;
+  size_t stack_size = 0;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Fiber* running = nullptr;
+  const std::function<void()>* thread = nullptr;
+  std::exception_ptr error;
+  std::vector<unsigned char> shared_room;
+  unsigned char* shared = nullptr;  // aligned, with a guard on either side
+  int64_t last_blocks = 0;
+  std::mt19937 random{20240611};
+
+  ~Machine() {
+    for (auto& fiber : fibers) munmap(fiber->stack, kStack);
+  }
+};
+
+Machine& machine() {
+  static Machine machine;
+  return machine;
+}
+
+// The sanitizer is told of every change of stacks.
+void start_switch([[maybe_unused]] void** fake, [[maybe_unused]] const void* bottom,
+                  [[maybe_unused]] size_t size) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_start_switch_fiber(fake, bottom, size);
+#endif
+}
+void finish_switch([[maybe_unused]] void* fake, [[maybe_unused]] const void** bottom,
+                   [[maybe_unused]] size_t* size) {
+#if defined(__SANITIZE_ADDRESS__)
+  __sanitizer_finish_switch_fiber(fake, bottom, size);
+#endif
+}
+
+void protect([[maybe_unused]] const void* begin, [[maybe_unused]] size_t bytes, [[maybe_unused]] bool on) {
+#if defined(__SANITIZE_ADDRESS__)
+  if (on) {
+    ASAN_POISON_MEMORY_REGION(begin, bytes);
+  } else {
+    ASAN_UNPOISON_MEMORY_REGION(begin, bytes);
+  }
+#endif
+}
+
+void to_scheduler(Waits waits) {
+  Machine& m = machine();
+  Fiber* self = m.running;
+  self->waits = waits;
+  start_switch(waits == Waits::kDone ? nullptr : &self->fake_stack, m.stack_bottom, m.stack_size);
+  swapcontext(&self->context, &m.scheduler);
+  finish_switch(self->fake_stack, &m.stack_bottom, &m.stack_size);
+}
+
+void fiber_main() {
+  Machine& m = machine();
+  finish_switch(nullptr, &m.stack_bottom, &m.stack_size);
+  try {
+    (*m.thread)();
+  } catch (...) {
+    m.error = std::current_exception();
+  }
+  to_scheduler(Waits::kDone);
+}
+
+void resume(Fiber& fiber) {
+  Machine& m = machine();
+  m.running = &fiber;
+  fiber.waits = Waits::kNothing;
+  start_switch(&m.fake_stack, fiber.stack, kStack);
+  swapcontext(&m.scheduler, &fiber.context);
+  finish_switch(m.fake_stack, nullptr, nullptr);
+  m.running = nullptr;
+}
+
+Fiber& fiber_at(size_t i) {
+  Machine& m = machine();
+  while (m.fibers.size() <= i) {
+    auto fiber = std::make_unique<Fiber>();
+    void* stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) throw std::bad_alloc();
+    fiber->stack = static_cast<char*>(stack);
+    m.fibers.push_back(std::move(fiber));
+  }
+  return *m.fibers[i];
+}
+
+[[noreturn]] void diverged(const Place& place, const char* what) {
+  throw std::runtime_error("block " + std::to_string(place.block_x) + ", " + std::to_string(place.block_y) +
+                           ": thread " + std::to_string(place.thread) + " waits at " + what +
+                           " for threads that do not come");
+}
+
+bool all_wait(int begin, int end, Waits waits) {
+  for (int t = begin; t < end; ++t) {
+    if (fiber_at(t).waits != waits) return false;
+  }
+  return true;
+}
+
+// Lets the threads [begin, end) of a warp go on that have all brought a value.
+void exchange(int begin, int end) {
+  for (int t = begin; t < end; ++t) {
+    Fiber& fiber = fiber_at(t);
+    const int from = begin + ((t - begin) ^ fiber.partner);
+    fiber.taken = from < end ? fiber_at(from).brought : fiber.brought;
+  }
+  for (int t = begin; t < end; ++t) fiber_at(t).waits = Waits::kNothing;
+}
+
+void run_block(int threads, const Place& place, int64_t shared_bytes) {
+  Machine& m = machine();
+  const auto bytes = static_cast<size_t>(shared_bytes);
+  m.shared_room.assign(3 * kGuard + bytes, kPoison);
+  m.shared = m.shared_room.data() + kGuard;
+  m.shared += (kGuard - reinterpret_cast<uintptr_t>(m.shared) % kGuard) % kGuard;
+  protect(m.shared - kGuard, kGuard, true);
+  protect(m.shared + bytes, kGuard, true);
+  for (int t = 0; t < threads; ++t) {
+    Fiber& fiber = fiber_at(t);
+    protect(fiber.stack, kStack, false);  // what the frames of the last block left
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {.ss_sp = fiber.stack, .ss_flags = 0, .ss_size = kStack};
+    fiber.context.uc_link = nullptr;
+    fiber.place = place;
+    fiber.place.thread = t;
+    fiber.waits = Waits::kNothing;
+    makecontext(&fiber.context, &fiber_main, 0);
+  }
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (int begin = 0; begin < threads; begin += kWarp) {
+      const int end = std::min(begin + kWarp, threads);
+      for (bool again = true; again;) {
+        for (int t = begin; t < end; ++t) {
+          if (fiber_at(t).waits != Waits::kNothing) continue;
+          resume(fiber_at(t));
+          moved = true;
+          if (m.error) std::rethrow_exception(std::exchange(m.error, nullptr));
+        }
+        again = all_wait(begin, end, Waits::kWarp);
+        if (again) exchange(begin, end);
+      }
+    }
+    if (all_wait(0, threads, Waits::kBlock)) {
+      for (int t = 0; t < threads; ++t) fiber_at(t).waits = Waits::kNothing;
+      moved = true;
+    }
+  }
+  for (int t = 0; t < threads; ++t) {
+    const Fiber& fiber = fiber_at(t);
+    if (fiber.waits == Waits::kWarp) diverged(fiber.place, "a shuffle");
+    if (fiber.waits == Waits::kBlock) diverged(fiber.place, "a barrier");
+  }
+  protect(m.shared_room.data(), m.shared_room.size(), false);
+  for (size_t i = 1; i <= kGuard; ++i) {
+    if (*(m.shared - i) != kPoison || m.shared[bytes + i - 1] != kPoison) {
+      throw std::runtime_error("a block wrote beside its shared memory");
+    }
+  }
+}
+
+}  // namespace
+
+const Place& here() { return machine().running->place; }
+
+void* shared_memory() { return machine().shared; }
+
+void block_barrier() { to_scheduler(Waits::kBlock); }
+
+uint64_t shuffle_xor(uint64_t value, int lanes) {
+  Fiber* self = machine().running;
+  self->brought = value;
+  self->partner = lanes;
+  to_scheduler(Waits::kWarp);
+  return self->taken;
+}
+
+void run_last_blocks_only(int64_t count) { machine().last_blocks = count; }
+
+void run(int64_t blocks_x, int blocks_y, int threads, int64_t shared_bytes,
+         const std::function<void()>& thread) {
+  Machine& m = machine();
+  m.thread = &thread;
+  const int64_t first = m.last_blocks > 0 ? std::max<int64_t>(0, blocks_x - m.last_blocks) : 0;
+  std::vector<int64_t> order(static_cast<size_t>((blocks_x - first) * blocks_y));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), m.random);
+  for (const int64_t number : order) {
+    Place place;
+    place.blocks_x = blocks_x;
+    place.blocks_y = blocks_y;
+    place.threads = threads;
+    place.block_x = first + number / blocks_y;
+    place.block_y = static_cast<int>(number % blocks_y);
+    run_block(threads, place, shared_bytes);
+  }
+}
+
+}  // namespace host_cuda

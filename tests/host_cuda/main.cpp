@@ -1,0 +1,174 @@
+// Runs launch functions on given buffers: host_cuda FOLDER reads FOLDER/cases.txt and FOLDER/data, and writes
+// what the buffers hold afterwards to FOLDER/result. tests/test_kernels.py writes cases and compares.
+//
+// A line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0: all),
+// the count of its numbers and the numbers, the count of its buffers and for each: bytes (-1: a null
+// pointer), by how many bytes it is off an address of 256 bytes, and of how many bytes at its end the
+// contents are given and wanted.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/philox.h"
+#include "cuda/kernels/dropout.h"
+#include "cuda/kernels/mask.h"
+#include "executor.h"
+
+namespace {
+
+using namespace patchconv;
+using namespace patchconv::kernels;
+
+// Memory of exactly so many bytes: the sanitizer sees an access beside it. A buffer of which only the end is
+// given is reserved, not filled, so that it may be larger than the machine.
+class Buffer {
+ public:
+  Buffer(int64_t bytes, int64_t off, int64_t window) : bytes_(bytes), window_(window) {
+    if (bytes < 0) return;
+    if (window < bytes) {
+      reserved_ = static_cast<size_t>(bytes + off);
+      void* p = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                     -1, 0);
+      if (p == MAP_FAILED) throw std::bad_alloc();
+      room_ = p;
+    } else {
+      const auto size = static_cast<size_t>(bytes + off);
+      if (posix_memalign(&room_, 256, size) != 0) throw std::bad_alloc();
+    }
+    data_ = static_cast<char*>(room_) + off;
+  }
+  Buffer(Buffer&& other) noexcept
+      : bytes_(other.bytes_),
+        window_(other.window_),
+        reserved_(other.reserved_),
+        room_(other.room_),
+        data_(other.data_) {
+    other.room_ = nullptr;
+  }
+  ~Buffer() {
+    if (room_ == nullptr) return;
+    if (reserved_ > 0) {
+      munmap(room_, reserved_);
+    } else {
+      std::free(room_);
+    }
+  }
+  char* data() const { return data_; }
+  char* window_begin() const { return data_ == nullptr ? nullptr : data_ + (bytes_ - window_); }
+  int64_t window() const { return bytes_ < 0 ? 0 : window_; }
+
+ private:
+  int64_t bytes_, window_;
+  size_t reserved_ = 0;
+  void* room_ = nullptr;
+  char* data_ = nullptr;
+};
+
+struct Case {
+  Type type;
+  std::vector<double> numbers;
+  std::vector<Buffer> buffers;
+
+  double number(size_t i) const { return numbers.at(i); }
+  int64_t integer(size_t i) const { return static_cast<int64_t>(numbers.at(i)); }
+  template <typename T = void>
+  T* buffer(size_t i) const {
+    return reinterpret_cast<T*>(buffers.at(i).data());
+  }
+};
+
+void mask_forward(const Case& c) {
+  const MaskForward call{c.buffer(0),
+                         c.buffer(1),
+                         c.buffer(2),
+                         c.buffer<uint8_t>(3),
+                         c.integer(1),
+                         static_cast<float>(c.number(2)),
+                         static_cast<float>(c.number(3))};
+  launch_mask_forward(c.type, static_cast<Mask>(c.integer(0)), call, nullptr);
+}
+
+void mask_backward(const Case& c) {
+  const MaskBackward call{c.buffer(0),  c.buffer<const uint8_t>(1),      c.buffer(2),
+                          c.integer(0), static_cast<float>(c.number(1)), static_cast<float>(c.number(2))};
+  launch_mask_backward(c.type, call, nullptr);
+}
+
+void dropout(const Case& c) {
+  const Dropout call{c.buffer(0),
+                     c.buffer(1),
+                     c.buffer<const int64_t>(2),
+                     c.integer(0),
+                     philox_threshold(c.number(1)),
+                     static_cast<float>(c.number(2)),
+                     static_cast<float>(c.number(3)),
+                     static_cast<float>(c.number(4))};
+  launch_dropout(c.type, call, nullptr);
+}
+
+const std::map<std::string, std::function<void(const Case&)>> kKernels{
+    {"dropout", dropout},
+    {"mask_forward", mask_forward},
+    {"mask_backward", mask_backward},
+};
+
+Type type_of(const std::string& name) {
+  if (name == "float") return Type::kFloat;
+  if (name == "half") return Type::kHalf;
+  if (name == "bfloat16") return Type::kBFloat16;
+  throw std::invalid_argument("no type " + name);
+}
+
+void run(const std::string& line, std::istream& data, std::ostream& result) {
+  std::istringstream words(line);
+  std::string kernel, type;
+  int64_t last_blocks = 0;
+  size_t numbers = 0, buffers = 0;
+  words >> kernel >> type >> last_blocks >> numbers;
+  Case c{type_of(type), std::vector<double>(numbers), {}};
+  for (double& number : c.numbers) words >> number;
+  words >> buffers;
+  for (size_t i = 0; i < buffers; ++i) {
+    int64_t bytes = 0, off = 0, window = 0;
+    words >> bytes >> off >> window;
+    c.buffers.emplace_back(bytes, off, window);
+    data.read(c.buffers.back().window_begin(), c.buffers.back().window());
+  }
+  if (!words || !data) throw std::invalid_argument("not a case: " + line);
+  host_cuda::run_last_blocks_only(last_blocks);
+  kKernels.at(kernel)(c);
+  for (const Buffer& buffer : c.buffers) result.write(buffer.window_begin(), buffer.window());
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 2) {
+    std::cerr << "usage: host_cuda FOLDER\n";
+    return 2;
+  }
+  const std::string folder = arguments[1];
+  std::ifstream cases(folder + "/cases.txt"), data(folder + "/data", std::ios::binary);
+  std::ofstream result(folder + "/result", std::ios::binary);
+  std::string line;
+  while (std::getline(cases, line)) {
+    try {
+      run(line, data, result);
+    } catch (const std::exception& error) {
+      std::cerr << line << ": " << error.what() << "\n";
+      return 1;
+    }
+  }
+  return result.flush() ? 0 : 1;
+}

@@ -1,0 +1,182 @@
+"""The CUDA kernels, run on the CPU by tests/host_cuda under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+What a kernel computes is compared with the operators of the CPU, which are compared with stock PyTorch's elsewhere:
+the bits must be the same where both round once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kernels
+import pytest
+import torch
+from kernels import Call, Memory
+from torch import Tensor
+
+import patchconv_native  # noqa: F401  (registers the operators)
+
+ops = torch.ops.patchconv
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
+
+# A tile of mask.cu: 256 threads, 4 pieces of 16 bytes each.
+TILE = {torch.float32: 4096, torch.float16: 8192, torch.bfloat16: 8192}
+MASKS: dict[str, tuple[int, float, float]] = {
+    "relu": (0, 0.0, 0.0), "leaky_relu": (1, 0.01, 0.0), "hardtanh": (2, -0.3, 0.7), "relu6": (2, 0.0, 6.0),
+    "threshold": (3, 0.1, 2.3), "hardsigmoid": (4, 0.0, 0.0),
+}  # fmt: skip
+
+
+def values(count: int, dtype: torch.dtype) -> Tensor:
+    """Noise, with limits of the activations, infinities and both zeros among it."""
+    x = torch.randn(count, dtype=torch.float64) * 3
+    special = torch.tensor(
+        [0.0, -0.0, 3.0, -3.0, 6.0, 0.1, 0.7, -0.3, torch.inf, -torch.inf, 1e-30], dtype=torch.float64
+    )
+    places = torch.randperm(count)[: count // 3]
+    x[places] = special[torch.randint(len(special), (len(places),))]
+    return x.to(dtype)
+
+
+def bits_of(count: int) -> Tensor:
+    return torch.full(((count + 7) // 8,), 0xEE, dtype=torch.uint8)
+
+
+def counts(dtype: torch.dtype) -> list[int]:
+    tile = TILE[dtype]
+    return [0, 1, 7, 8, 31, 32, 33, 255, 1000, tile - 1, tile, tile + 1, 2 * tile + 37]
+
+
+def forward_call(x: Tensor, kind: str, *, other: Tensor | None = None, off: int = 0, store: str = "y") -> Call:
+    mask, a, b = MASKS[kind]
+    y = None if store == "bits" else torch.empty_like(x).fill_(77)
+    buffers = [Memory(x, off), Memory(other, off), Memory(y, off), Memory(bits_of(len(x)))]
+    return Call("mask_forward", x.dtype, (mask, len(x), a, b), buffers)
+
+
+def same(got: Tensor, want: Tensor, what: Any) -> None:
+    """The same numbers; of zeros not the sign, which stock's devices do not agree on either."""
+    assert torch.equal(got.isnan(), want.isnan()), what
+    assert torch.equal(got.nan_to_num(), want.nan_to_num()), what
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", MASKS)
+def test_mask_forward(kind, dtype):
+    xs = [values(count, dtype) for count in counts(dtype)]
+    offs = [0 if i % 3 else dtype.itemsize for i in range(len(xs))]
+    found = kernels.run([forward_call(x, kind, off=off) for x, off in zip(xs, offs, strict=True)])
+    for x, (_, _, y, bits) in zip(xs, found, strict=True):
+        want_y, want_bits = ops._mask_forward(x, *MASKS[kind])
+        assert torch.equal(bits, want_bits), len(x)
+        if kind == "hardsigmoid":  # a sixth times, on the device; by six, on the CPU
+            torch.testing.assert_close(y, want_y, rtol=2 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+        else:
+            same(y, want_y, len(x))
+
+
+@DTYPES
+def test_mask_of_a_sum(dtype):
+    xs = [values(count, dtype).nan_to_num(0, 5, -5) for count in counts(dtype)]
+    others = [values(len(x), dtype).nan_to_num(0, 5, -5) for x in xs]
+    found = kernels.run([forward_call(x, "relu", other=other) for x, other in zip(xs, others, strict=True)])
+    for x, other, (_, _, y, bits) in zip(xs, others, found, strict=True):
+        want_y, want_bits = ops._mask_forward(x + other, 0, 0.0, 0.0)
+        same(y, want_y, len(x))
+        assert torch.equal(bits, want_bits)
+
+
+@DTYPES
+def test_bits_alone(dtype):
+    xs = [values(count, dtype) for count in counts(dtype)]
+    for x, (kept, _, _, bits) in zip(
+        xs, kernels.run([forward_call(x, "hardtanh", store="bits") for x in xs]), strict=True
+    ):
+        assert torch.equal(bits, ops._mask_pack(x, *MASKS["hardtanh"]))
+        same(kept, x, "the input was written to")
+
+
+def test_not_a_number():
+    for dtype in kernels.TYPES:
+        x = torch.full((40,), torch.nan, dtype=dtype)
+        for kind in MASKS:
+            ((_, _, y, bits),) = kernels.run([forward_call(x, kind)])
+            assert torch.equal(bits, ops._mask_forward(x, *MASKS[kind])[1]) and y.isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("inside,outside", [(1.0, 0.0), (1.0, 0.01), (0.25, 0.0), (1 / 6, 0.0), (0.0, 1.0)])
+def test_mask_backward(dtype, inside, outside):
+    calls, wanted = [], []
+    for i, count in enumerate(counts(dtype)):
+        grad = values(count, dtype)
+        bits = ops._mask_pack(values(count, dtype), 0, 0.0, 0.0)
+        off = 0 if i % 3 else dtype.itemsize
+        buffers = [Memory(grad, off), Memory(bits), Memory(torch.full_like(grad, 77), off)]
+        calls.append(Call("mask_backward", dtype, (count, inside, outside), buffers))
+        wanted.append(ops._mask_backward(grad, bits, inside, outside))
+    for (_, _, got), want in zip(kernels.run(calls), wanted, strict=True):
+        same(got, want, len(want))
+
+
+@DTYPES
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shift,fill", [(0.0, 0.0), (0.25, -1.5)])
+def test_dropout(dtype, p, shift, fill):
+    """The mask of the CPU's kernel for the same seed, at any alignment, also in place."""
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    calls, wanted = [], []
+    for i, count in enumerate(counts(dtype)):
+        x = torch.randn(count).to(dtype)
+        seed = torch.tensor([2**62 + 12345 * i])
+        off = 0 if i % 3 else dtype.itemsize
+        y = Memory(torch.full_like(x, 77), off)
+        calls.append(Call("dropout", dtype, (count, p, scale, shift, fill), [Memory(x, off), y, Memory(seed)]))
+        wanted.append(ops._dropout(x, seed, p, scale, shift, fill))
+    for (_, got, _), want in zip(kernels.run(calls), wanted, strict=True):
+        same(got, want, len(want))
+
+
+def test_dropout_past_two_to_the_34():
+    """Where the number of the Philox block takes more than 32 bits, past what the CPU can hold."""
+    count, seed, p = 2**34 + TILE[torch.bfloat16] + 5, 987654321, 0.4
+    x = torch.ones(TILE[torch.bfloat16] + 5, dtype=torch.bfloat16)
+    buffers = [Memory(x, 0, count), Memory(torch.zeros_like(x), 0, count), Memory(torch.tensor([seed]))]
+    ((_, got, _),) = kernels.run([Call("dropout", torch.bfloat16, (count, p, 1.0, 0.0, 0.0), buffers, 2)])
+    first = count - len(x)
+    for i in (0, 1, 7, 4096, len(x) - 1):
+        word = philox(seed, (first + i) // 4)[(first + i) % 4]
+        assert got[i] == float(word >= int(p * 2**32 + 0.5))
+
+
+def philox(seed: int, block: int) -> list[int]:
+    """Philox4x32-10 of the counter (block, 0), slow and obvious."""
+    c = [block & 0xFFFFFFFF, block >> 32, 0, 0]
+    k = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return c
+
+
+@DTYPES
+def test_past_two_to_the_31(dtype):
+    """The last blocks of tensors of more than 2^31 and 2^32 elements: indices are not cut to 32 bits."""
+    tile = TILE[dtype]
+    calls, wanted = [], []
+    for count in (2**31 + 5 * tile + 123, 2**32 + 3 * tile + 8):
+        rest = count % tile
+        x = values(tile + rest, dtype)  # what the last two blocks see
+        y, bits = torch.full_like(x, 77), bits_of(len(x))
+        calls.append(Call("mask_forward", dtype, (0, count, 0.0, 0.0), [
+            Memory(x, 0, count), Memory(None), Memory(y, 0, count), Memory(bits, 0, (count + 7) // 8)], 2))  # fmt: skip
+        wanted.append(ops._mask_forward(x, 0, 0.0, 0.0))
+        want_bits = wanted[-1][1]
+        calls.append(Call("mask_backward", dtype, (count, 1.0, 0.0), [
+            Memory(x, 0, count), Memory(want_bits, 0, (count + 7) // 8), Memory(y.clone(), 0, count)], 2))  # fmt: skip
+        wanted.append((ops._mask_backward(x, want_bits, 1.0, 0.0), want_bits))
+    for call, found, (want, want_bits) in zip(calls, kernels.run(calls), wanted, strict=True):
+        same(found[2], want, call.kernel)
+        if call.kernel == "mask_forward":
+            assert torch.equal(found[3], want_bits)
