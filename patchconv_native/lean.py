@@ -8,6 +8,7 @@ C++ code that calls operators further down keeps what it kept.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from . import functional
@@ -31,10 +33,10 @@ def _without_inplace(ours: Callable[..., Any], stock: Callable[..., Any]) -> Cal
 def _with_alpha(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     """Sums and products: of two tensors, without `out`."""
 
-    def function(input: Any, other: Any, **kwargs: Any) -> Any:
-        if isinstance(input, Tensor) and isinstance(other, Tensor) and kwargs.keys() <= {"alpha"}:
+    def function(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, Tensor) and isinstance(other, Tensor) and not args and kwargs.keys() <= {"alpha"}:
             return ours(input, other, **kwargs)
-        return stock(input, other, **kwargs)
+        return stock(input, other, *args, **kwargs)
 
     return function
 
@@ -122,18 +124,42 @@ def _table() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+_PLAIN = frozenset((Tensor, Parameter))
+
+
 class _Redirect(TorchFunctionMode):
+    """Calls this package's functions, but what a checkpoint runs is left as it is: it must run the same again later,
+    outside of the block. (Layers, and functions that enter `lean()` themselves, do so both times.)
+    """
+
     table = _table()
+
+    def __init__(self, outside: tuple[bool, Any]) -> None:
+        super().__init__()
+        self._outside = outside
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         ours = self.table.get(func)
-        return (func if ours is None else ours)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if ours is None or "out" in kwargs or not _PLAIN.issuperset(types) or _surroundings() != self._outside:
+            return func(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+
+def _surroundings() -> tuple[bool, Any]:
+    """What tells whether a checkpoint is running: the grad mode (with reentry), its saved-tensor hooks (without)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    checkpoint = hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+    return torch.is_grad_enabled(), checkpoint
 
 
 class _Active(threading.local):
-    depth = 0
+    """The surroundings of the blocks that are open on this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[bool, Any]] = []
 
 
 _active = _Active()
@@ -145,24 +171,38 @@ class lean:
     F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on
     compute the same values and gradients, saving less: residual sums and concatenations that a later layer needs in
     backward are made again from their operands. Blocks may be nested; other threads are not concerned. Inside
-    torch.compile, scripted code and torch.func transforms stock functions do the work.
+    torch.compile, scripted code and torch.func transforms stock functions do the work, and so they do for tensor
+    subclasses and where grad mode is another than at the block's beginning.
 
-    Code that runs again in backward (torch.utils.checkpoint) must enter the block itself: decorate the function.
+    Code that runs again in backward (torch.utils.checkpoint) keeps what stock does, unless it enters the block itself:
+    decorate the function. Generator functions cannot be decorated (TypeError): enter the block inside.
     """
 
+    def __init__(self) -> None:
+        self._modes: list[_Redirect | None] = []
+
     def __enter__(self) -> lean:
-        if _active.depth == 0 and not torch.compiler.is_compiling():
-            self._mode = _Redirect()
-            self._mode.__enter__()
-        _active.depth += 1
+        mode = None
+        if not torch.compiler.is_compiling():
+            now = _surroundings()
+            if not _active.blocks or _active.blocks[-1] != now:
+                mode = _Redirect(now)
+                mode.__enter__()
+            _active.blocks.append(now)
+        self._modes.append(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _active.depth -= 1
-        if (mode := vars(self).pop("_mode", None)) is not None:
+        mode = self._modes.pop()
+        if not torch.compiler.is_compiling():
+            _active.blocks.pop()
+        if mode is not None:
             mode.__exit__(*error)
 
     def __call__(self, function: Function) -> Function:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError("lean: expected a function, got a generator function: enter the block inside of it")
+
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             with lean():

@@ -255,7 +255,7 @@ def group_norm(
     """torch.nn.functional.group_norm: input (N, C, ...). Keeps its input, mean and deviation of each group."""
     if not _ours(input, weight, bias) or input.dim() < 2:
         return F.group_norm(input, num_groups, weight, bias, eps)
-    _needs_more_than_one("group_norm", input.numel() // max(1, input.shape[0] * num_groups), input.shape)
+    _needs_more_than_one("group_norm", input.numel() // max(1, num_groups), input.shape)
     return _ops.group_norm.default(input, num_groups, weight, bias, eps)
 
 
@@ -283,7 +283,8 @@ def rms_norm(
 
 def local_response_norm(input: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Tensor:
     """torch.nn.functional.local_response_norm, recorded anew in backward: keeps its input, where stock keeps five."""
-    if not _ours(input) or not (torch.is_grad_enabled() and input.requires_grad):
+    transformed = torch._C._functorch.maybe_current_level() is not None  # torch.func knows no checkpointing
+    if not _ours(input) or transformed or not (torch.is_grad_enabled() and input.requires_grad):
         return F.local_response_norm(input, size, alpha, beta, k)
     return checkpoint(F.local_response_norm, input, size, alpha, beta, k, use_reentrant=False, preserve_rng_state=False)
 

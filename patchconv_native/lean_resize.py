@@ -7,6 +7,7 @@ serve go to the stock function whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
 
 
 def _list(value: Any) -> Any:
-    return [value] if isinstance(value, int) else list(value)
+    return [int(value)] if isinstance(value, Integral) else list(value)
 
 
 def _sizes(input: Tensor, output_size: Any, dims: int) -> list[int]:
@@ -143,12 +144,13 @@ def interpolate(
 
     Stock does mode "area", antialias, recompute_scale_factor, and on CUDA what deterministic algorithms forbid.
     """
+    if not _ours(input):
+        return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
     dims = input.dim() - 2
     sizes, scales = _entries(size, (int,), dims), _entries(scale_factor, (int, float), dims)
     given = (size is None, scale_factor is None) in ((sizes is None, True), (True, scales is None))
     if (
-        not _ours(input)
-        or not given
+        not given
         or (sizes is None) == (scales is None)
         or mode not in _MODES.get(dims, ())
         or (align_corners is not None and mode.startswith("nearest"))

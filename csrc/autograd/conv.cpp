@@ -76,7 +76,8 @@ struct OwnedSpec {
 // A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer
 // alive: compiled autograd runs a copy.
 void save_link(AutogradContext* ctx, const Link& link) {
-  std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer), link.view, link.offset};
+  std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer),
+                               reinterpret_cast<int64_t>(link.grad_fn), link.view, link.offset};
   numbers.insert(numbers.end(), link.sizes.begin(), link.sizes.end());
   numbers.insert(numbers.end(), link.strides.begin(), link.strides.end());
   ctx->saved_data["link"] = std::move(numbers);
@@ -86,18 +87,18 @@ Tensor linked_value(AutogradContext* ctx) {
   const auto numbers = ctx->saved_data["link"].toIntVector();
   Link link;
   link.producer = reinterpret_cast<LeanNode*>(numbers[0]);
-  link.view = numbers[1] != 0;
-  link.offset = numbers[2];
-  const auto dims = static_cast<int64_t>(numbers.size() - 3) / 2;
-  link.sizes.assign(numbers.begin() + 3, numbers.begin() + 3 + dims);
-  link.strides.assign(numbers.begin() + 3 + dims, numbers.end());
+  link.grad_fn = reinterpret_cast<torch::autograd::Node*>(numbers[1]);
+  link.view = numbers[2] != 0;
+  link.offset = numbers[3];
+  const auto dims = static_cast<int64_t>(numbers.size() - 4) / 2;
+  link.sizes.assign(numbers.begin() + 4, numbers.begin() + 4 + dims);
+  link.strides.assign(numbers.begin() + 4 + dims, numbers.end());
   const auto running = torch::autograd::get_current_node();
-  const torch::autograd::Node* node = running.get();
-  while (node != nullptr && node != link.producer) {
-    node = node->next_edges().empty() ? nullptr : node->next_edge(0).function.get();
-  }
+  const bool same =
+      running && running->num_outputs() > 0 && running->next_edge(0).function.get() == link.grad_fn;
+  if (same) link.output = running->next_edge(0).input_nr;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      node != nullptr,
+      same,
       "patchconv: compiled autograd is not served where an input is made again from its "
       "producer; call patchconv_native.recompute(False) before the forward pass");
   return link.value();

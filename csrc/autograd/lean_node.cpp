@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "core/settings.h"
 
@@ -22,6 +24,8 @@ namespace {
 // A value may take the writing of this many times its own elements. A batch norm, a ReLU and the max pool
 // behind them take 9, residual sums some more each; past it the tensor is saved.
 constexpr int64_t kMostWrites = 10;
+// Nor may a chain be longer than this, however small its tensors.
+constexpr int kDeepest = 16;
 
 const void* storage_of(const Tensor& tensor) {
   return tensor.has_storage() ? tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()
@@ -44,6 +48,27 @@ c10::DispatchKeySet autocast_keys() {
   return c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 }
 
+// Whether the engine, at the node `from`, would come to `to`: then an edge to `from` keeps `to` alive.
+bool leads_to(Node* from, const Node* to) {
+  constexpr size_t kMost = 64;
+  std::vector<Node*> seen{from};
+  for (size_t i = 0; i < seen.size() && seen.size() < kMost; ++i) {
+    if (seen[i] == to) return true;
+    for (const auto& edge : seen[i]->next_edges()) {
+      Node* next = edge.function.get();
+      if (next != nullptr && std::find(seen.begin(), seen.end(), next) == seen.end()) seen.push_back(next);
+    }
+  }
+  return std::find(seen.begin(), seen.end(), to) != seen.end();
+}
+
+// `made`, with the history that the tensor it stands for has.
+Tensor with_history(const Tensor& made, Node* grad_fn, uint32_t output) {
+  Tensor result = made.variable_data();
+  torch::autograd::impl::set_gradient_edge(result, {grad_fn->getptr(), output});
+  return result;
+}
+
 }  // namespace
 
 std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
@@ -64,9 +89,13 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
     link.sizes = tensor.sizes().vec();
     link.strides = tensor.strides().vec();
     link.offset = tensor.storage_offset() - made.storage_offset();
+    link.overlaps = !tensor.is_non_overlapping_and_dense();
   }
   link.producer = dynamic_cast<LeanNode*>(made.grad_fn().get());
   if (link.producer == nullptr || !link.producer->made(made)) return std::nullopt;
+  link.grad_fn = tensor.grad_fn().get();
+  link.output = tensor.output_nr();
+  if (link.grad_fn == nullptr || !leads_to(link.grad_fn, link.producer)) return std::nullopt;
   if (!link.producer->made_under(current_hooks())) {
     if (!link.producer->ready_for_others()) return std::nullopt;
   } else if (sure) {
@@ -77,7 +106,12 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
 
 Tensor Link::value(bool* fresh) const {
   const Tensor whole = producer->value(fresh);
-  return view ? whole.as_strided(sizes, strides, whole.storage_offset() + offset) : whole;
+  if (!view) return whole;
+  if (fresh != nullptr && overlaps) *fresh = false;
+  const bool differentiable = at::GradMode::is_enabled();
+  const at::NoGradGuard no_grad;
+  const Tensor part = whole.as_strided(sizes, strides, whole.storage_offset() + offset);
+  return differentiable ? with_history(part, grad_fn, output) : part;
 }
 
 void Source::keep(const Tensor& tensor) {
@@ -103,43 +137,31 @@ void Source::note(const Tensor& tensor) {
   version_ = tensor._version();
 }
 
-bool Source::can_promote() const {
-  if (available()) return true;
-  if (!noted_) return false;
-  const Tensor tensor(noted_->lock());
-  return tensor.defined() && tensor._version() == version_;
+Tensor Source::promotable() const {
+  if (!noted_) return Tensor();
+  Tensor tensor(noted_->lock());
+  return tensor.defined() && tensor._version() == version_ ? tensor : Tensor();
 }
 
 void Source::promote() {
   if (!available()) keep(Tensor(noted_->lock()));
 }
 
-bool Source::secure() {
-  return available() || (link_ && link_->producer->made_under(current_hooks()) && link_->producer->secure());
-}
+bool Source::available(int depth) const { return saved_ || (link_ && link_->producer->ready(depth)); }
 
-bool Source::available() const { return saved_ || (link_ && link_->producer->ready()); }
-
-int64_t Source::cost() const { return link_ && !saved_ ? link_->producer->cost() : 0; }
-
-int64_t Source::saved_bytes() const {
-  if (available() || !noted_) return 0;
-  const Tensor tensor(noted_->lock());
-  return tensor.defined() ? bytes_of(tensor) : 0;
-}
+int64_t Source::cost(int depth) const { return link_ && !saved_ ? link_->producer->cost(depth) : 0; }
 
 Tensor Source::get(Node& owner, bool* fresh) {
   if (link_ && !saved_) return link_->value(fresh);
   if (fresh != nullptr) *fresh = false;
-  Tensor tensor = unpacked_;
-  if (!tensor.defined()) {
-    tensor = variable_.unpack(output_ ? owner.getptr() : NodePtr());
-    if (hooks_ && torch::autograd::get_current_graph_task_id() != -1) {
-      // Hooks may be costly, and those of checkpointing give a tensor out once a pass only.
-      unpacked_ = tensor;
-      torch::autograd::Engine::get_default_engine().queue_callback(
-          [this, alive = owner.getptr()] { forget(); });
-    }
+  if (unpacked_.defined()) return output_ ? with_history(unpacked_, &owner, 0) : unpacked_;
+  Tensor tensor = variable_.unpack(output_ ? owner.getptr() : NodePtr());
+  if (tensor.defined() && hooks_ && torch::autograd::get_current_graph_task_id() != -1) {
+    // Hooks may be costly, and those of checkpointing give a tensor out once a pass only. An output is held
+    // without its history, which leads to this node.
+    unpacked_ = output_ ? tensor.variable_data() : tensor;
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [this, alive = owner.getptr()] { forget(); });
   }
   return tensor;
 }
@@ -151,48 +173,91 @@ void Source::release() {
 }
 
 bool LeanNode::made(const Tensor& output) const {
-  return known_ && output._version() == version_ && storage_of(output) == storage_ &&
+  return known_ && !released_ && output._version() == version_ && storage_of(output) == storage_ &&
          output.numel() == numel_;
 }
 
-bool LeanNode::ready() const {
-  if (released_ || !known_) return false;
+bool LeanNode::ready(int depth) const {
+  if (released_ || !known_ || depth > kDeepest) return false;
   if (output_saved_) return true;
   const auto needed = const_cast<LeanNode*>(this)->sources();
-  return !needed.empty() && std::all_of(needed.begin(), needed.end(), [](const Source* source) {
-    return source->available();
-  }) && cost() <= kMostWrites * numel_;
+  return !needed.empty() && std::all_of(needed.begin(), needed.end(), [&](const Source* source) {
+    return source->available(depth + 1);
+  }) && cost(depth) <= kMostWrites * numel_;
 }
 
-int64_t LeanNode::cost() const {
+int64_t LeanNode::cost(int depth) const {
   if (output_saved_) return 0;
   int64_t sum = numel_;
-  for (const Source* source : const_cast<LeanNode*>(this)->sources()) sum += source->cost();
+  if (depth > kDeepest) return sum;
+  for (const Source* source : const_cast<LeanNode*>(this)->sources()) sum += source->cost(depth + 1);
   return sum;
 }
 
-bool LeanNode::secure() {
-  if (released_ || !known_) return false;
-  if (ready()) return true;
-  const auto needed = sources();
-  for (Source* source : needed) source->secure();
-  if (ready()) return true;
-  if (!may_promote()) return false;
-  int64_t bytes = 0, writes = numel_;
-  for (const Source* source : needed) {
-    if (!source->can_promote()) return false;
-    bytes += source->saved_bytes();
-    if (source->available()) writes += source->cost();
+struct LeanNode::Plan {
+  std::unordered_map<const LeanNode*, int64_t> writes;  // of the nodes asked so far; -1: it cannot be had
+  std::vector<const LeanNode*> served;                  // those that can
+  std::vector<std::pair<LeanNode*, Source*>> promoted;  // and whose they are
+};
+
+bool LeanNode::plan(Plan& plan, int depth) {
+  if (released_ || !known_ || depth > kDeepest) return false;
+  const auto [entry, is_new] = plan.writes.try_emplace(this, -1);
+  if (!is_new) return entry->second >= 0;
+  if (ready(depth)) {
+    plan.writes[this] = cost(depth);
+    return true;
   }
-  if (bytes > bytes_ || writes > kMostWrites * numel_) return false;
-  for (Source* source : needed) source->promote();
+  const auto needed = sources();
+  const size_t promoted = plan.promoted.size(), count = plan.served.size();
+  int64_t writes = numel_;
+  const bool served = !needed.empty() && std::all_of(needed.begin(), needed.end(), [&](Source* source) {
+    if (source->available(depth + 1)) {
+      writes += source->cost(depth + 1);
+      return true;
+    }
+    LeanNode* producer = source->linked();
+    if (producer != nullptr && producer->made_under(current_hooks()) && producer->plan(plan, depth + 1)) {
+      writes += plan.writes[producer];
+      return true;
+    }
+    if (!may_promote() || !source->promotable().defined()) return false;
+    plan.promoted.emplace_back(this, source);
+    return true;
+  });
+  if (!served || writes > kMostWrites * numel_) {
+    // What was to be saved for this node's sake is not, so what hangs on it cannot be had either.
+    plan.promoted.resize(promoted);
+    for (size_t i = count; i < plan.served.size(); ++i) plan.writes[plan.served[i]] = -1;
+    plan.served.resize(count);
+    return false;
+  }
+  plan.writes[this] = writes;
+  plan.served.push_back(this);
   return true;
+}
+
+bool LeanNode::secure() {
+  if (ready()) return true;
+  Plan all;
+  if (!plan(all, 0)) return false;
+  int64_t bytes = 0;
+  std::unordered_set<const void*> counted;
+  for (const auto& [node, source] : all.promoted) {
+    const Tensor tensor = source->promotable();
+    if (counted.insert(storage_of(tensor)).second) bytes += bytes_of(tensor);
+  }
+  if (bytes > bytes_) return false;
+  for (const auto& [node, source] : all.promoted) source->promote();
+  for (const auto& [node, source] : all.promoted) node->held_.reset();
+  return ready();
 }
 
 void LeanNode::provide(const Tensor& output) {
   if (secure()) return;
   output_.keep_output(output);
   output_saved_ = true;
+  held_.reset();
   output_was_saved();
 }
 
@@ -201,7 +266,11 @@ Tensor LeanNode::value(bool* fresh) {
   if (fresh != nullptr) *fresh = false;
   if (output_saved_) return output_.get(*this);
   const bool differentiable = at::GradMode::is_enabled();
-  if (!differentiable) {
+  if (differentiable) {
+    const at::NoGradGuard no_grad;
+    return with_history(value(), this, 0);
+  }
+  {
     const std::lock_guard<std::mutex> lock(last_mutex_);
     if (last_) {
       if (Tensor last(last_->lock()); last.defined()) return last;
@@ -209,11 +278,11 @@ Tensor LeanNode::value(bool* fresh) {
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
   Tensor result = rebuild();
+  TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": made again in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
     // Consumers that keep a view of the output rely on its layout.
     result = at::empty_strided(result.sizes(), strides_, result.options()).copy_(result);
   }
-  if (differentiable) return result;
   if (fresh != nullptr) {
     *fresh = true;
   } else {
@@ -226,7 +295,6 @@ Tensor LeanNode::value(bool* fresh) {
 variable_list LeanNode::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!grads[0].defined()) return variable_list(num_outputs());
-  TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
   variable_list result = backward(grads[0]);
   output_.forget();
   held_.reset();
@@ -251,6 +319,7 @@ struct Held {
   std::weak_ptr<std::vector<Tensor>> operands;
   const Node* node = nullptr;
 
+  ~Held() { drop(); }
   void drop() {
     if (const auto held = operands.lock()) held->clear();
     operands.reset();
@@ -290,6 +359,7 @@ void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) 
   lean.known_ = true;
   lean.numel_ = output.numel();
   lean.bytes_ = bytes_of(output);
+  lean.dtype_ = output.scalar_type();
   lean.version_ = output._version();
   lean.storage_ = storage_of(output);
   lean.strides_ = output.strides().vec();

@@ -8,7 +8,7 @@
 // The rules. A value made again equals the original bit for bit: the same operators run on the same tensors.
 // An output that was written to since, or that is used without gradients, is saved as usual. What is saved
 // goes through SavedVariable, where hooks and the version check see it; a node whose tensors are freed gives
-// PyTorch's own error. With grad mode on (create_graph) values are made again differentiably.
+// PyTorch's own error. With grad mode on (create_graph) a value made again has the history of the original.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,7 +40,10 @@ struct Link {
   at::Tensor value(bool* fresh = nullptr) const;
 
   LeanNode* producer = nullptr;
+  torch::autograd::Node* grad_fn = nullptr;  // the tensor's; with its place among grad_fn's outputs
+  uint32_t output = 0;
   bool view = false;
+  bool overlaps = false;  // a view whose elements share memory
   std::vector<int64_t> sizes, strides;
   int64_t offset = 0;
 };
@@ -55,13 +58,11 @@ class Source {
   // get() will give it if its producer can, or if promote() comes while somebody else still holds it.
   void note(const at::Tensor& tensor);
   void promote();
-  bool can_promote() const;
-  // The same of the producer: whether it could be brought to give the tensor without saving that.
-  bool secure();
+  at::Tensor promotable() const;  // what promote() would save, if somebody holds it as it was
+  LeanNode* linked() const { return link_ && !saved_ ? link_->producer : nullptr; }
 
-  bool available() const;
-  int64_t cost() const;         // elements written by get()
-  int64_t saved_bytes() const;  // that promote() would save
+  bool available(int depth = 0) const;
+  int64_t cost(int depth = 0) const;  // elements written by get()
   at::Tensor get(torch::autograd::Node& owner, bool* fresh = nullptr);
   void forget() { unpacked_.reset(); }  // what a saved-tensor hook has given back
   void release();
@@ -79,13 +80,14 @@ class Source {
 
 class LeanNode : public torch::autograd::Node {
  public:
-  // Called in forward by consumers with this node's output. From then on value() gives it.
-  void provide(const at::Tensor& output);
-  // Whether it can without keeping more, or (secure) by keeping operands in the output's place; and the
-  // elements that value() writes.
-  bool ready() const;
+  // Whether value() can give the output from now on, by keeping no more, or operands that are no larger.
   bool secure();
-  int64_t cost() const;
+  // Called in forward by consumers with this node's output: value() gives it from then on, if need be by
+  // keeping it.
+  void provide(const at::Tensor& output);
+  // Whether it can without keeping more; and the elements that value() writes. `depth`: of the chain so far.
+  bool ready(int depth = 0) const;
+  int64_t cost(int depth = 0) const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, as it was made
   // Whether a consumer may link to this node without saving anything: where other saved-tensor hooks are at
   // work than when the node was made (inside of checkpointing, say), only if it was ready from the start.
@@ -93,6 +95,10 @@ class LeanNode : public torch::autograd::Node {
   bool ready_for_others() const { return born_ready_; }
   bool made_under(const void* hooks) const { return hooks_ == hooks; }
   at::Tensor value(bool* fresh = nullptr);
+
+  // What secure() would save. Filled without side effects by plan(), which says whether it suffices.
+  struct Plan;
+  bool plan(Plan& plan, int depth);
 
   std::string name() const override { return name_; }
   variable_list apply(variable_list&& grads) final;
@@ -126,6 +132,7 @@ class LeanNode : public torch::autograd::Node {
   bool known_ = false;  // whether anything may link to the output, which was:
   int64_t numel_ = 0;
   int64_t bytes_ = 0;
+  at::ScalarType dtype_ = at::kFloat;
   uint32_t version_ = 0;
   const void* storage_ = nullptr;
   std::vector<int64_t> strides_;

@@ -40,9 +40,13 @@ class NormNode : public LeanNode {
     has_weight_ = w.has_value() && w->defined();
     has_bias_ = b.has_value() && b->defined();
     if (has_weight_) weight.keep(*w);
-    if (has_bias_) bias.keep(*b);
+    if (has_bias_) {
+      bias.keep(*b);
+      bias_dtype = b->scalar_type();
+    }
   }
   Source input, weight, bias, mean, deviation;
+  at::ScalarType bias_dtype = at::kFloat;
   double eps = 0;
 
  protected:
@@ -139,7 +143,7 @@ class BatchNormBackward final : public NormNode {
               ? at::native_batch_norm_backward(grad, x, scale, {}, {}, average, invstd, true, eps, want)
               : at::native_batch_norm_backward(grad, x, scale, average, variance, {}, {}, false, eps, want);
       if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
-      if (want[2]) grad_bias = grad_bias.to(get_bias().scalar_type());
+      if (want[2]) grad_bias = grad_bias.to(bias_dtype);
       return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);
     }
     Tensor grad_input, grad_bias;
@@ -153,18 +157,12 @@ class BatchNormBackward final : public NormNode {
     if (want[2]) {
       std::vector<int64_t> over{0};
       for (size_t d = 2; d < sizes.size(); ++d) over.push_back(static_cast<int64_t>(d));
-      const Tensor b = get_bias();
-      grad_bias = grad.sum(over, /*keepdim=*/false, b.scalar_type());
+      grad_bias = grad.sum(over, /*keepdim=*/false, bias_dtype);
     }
     return on_edges(grad_input, Tensor(), grad_bias);
   }
 
   Tensor rebuild() override {
-    if (at::GradMode::is_enabled()) {
-      const OptionalTensor none;
-      return batch_norm(input.get(*this), get_weight(), get_bias(), training ? none : mean.get(*this),
-                        training ? none : deviation.get(*this), training, /*momentum=*/0, eps);
-    }
     return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this),
                      inverse_deviation(deviation.get(*this), eps));
   }
@@ -173,7 +171,8 @@ class BatchNormBackward final : public NormNode {
 Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                            const OptionalTensor& running_mean, const OptionalTensor& running_var,
                            bool training, double momentum, double eps) {
-  if (!served(input) || has_tangent(input) || has_tangent(weight) || has_tangent(bias)) {
+  if (!served(input) || input.numel() == 0 || has_tangent(input) || has_tangent(weight) ||
+      has_tangent(bias)) {
     return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
                           /*cudnn_enabled=*/true);
   }
@@ -236,7 +235,6 @@ class GroupNormBackward final : public NormNode {
 
   Tensor rebuild() override {
     const Tensor x = input.get(*this);
-    if (at::GradMode::is_enabled()) return at::group_norm(x, groups, get_weight(), get_bias(), eps);
     return std::get<0>(native(dense(x), groups, get_weight(), get_bias(), eps));
   }
 };
@@ -287,7 +285,6 @@ class LayerNormBackward final : public NormNode {
 
   Tensor rebuild() override {
     const Tensor x = input.get(*this);
-    if (at::GradMode::is_enabled()) return at::layer_norm_symint(x, shape, get_weight(), get_bias(), eps);
     return std::get<0>(at::native_layer_norm_symint(x, shape, get_weight(), get_bias(), eps));
   }
 };

@@ -139,6 +139,7 @@ Tensor pad(const Tensor& x, IntArrayRef pad, c10::string_view mode, std::optiona
     const at::AutoDispatchBelowADInplaceOrView guard;
     y = at::pad(x, pad, mode);
   }
+  if (y.scalar_type() != x.scalar_type()) return at::pad(x, pad, mode);  // autocast, as in remade()
   const auto node = make_node<PadBackward>(x);
   node->input.note(x);
   node->like = StandIn(x);

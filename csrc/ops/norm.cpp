@@ -78,7 +78,7 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("batch_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
                           bool training, double momentum, double eps) {
-    if (!served(input)) {
+    if (!served(input) || input.numel() == 0) {
       return stock_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps);
     }
     return std::get<0>(
@@ -105,7 +105,19 @@ Tensor stock_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const Opti
 Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      bool use_input_stats, double momentum, double eps) {
+  TORCH_CHECK_VALUE(input.dim() >= 3,
+                    "instance_norm: expected input to have at least 3 dimensions (N, C, ...), got ",
+                    input.dim());
   const c10::SymInt n = input.sym_size(0), c = input.sym_size(1);
+  for (const auto& [name, tensor] : {std::pair{"weight", &weight},
+                                     {"bias", &bias},
+                                     {"running_mean", &running_mean},
+                                     {"running_var", &running_var}}) {
+    TORCH_CHECK(!tensor->has_value() || !(*tensor)->defined() ||
+                    ((*tensor)->dim() == 1 && (*tensor)->sym_size(0) == c),
+                "instance_norm: expected ", name, " to have C = ", c, " elements, got shape ",
+                (*tensor)->sym_sizes());
+  }
   auto repeated = [&](const OptionalTensor& tensor) -> OptionalTensor {
     if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
     return tensor->repeat_symint({n});
@@ -132,7 +144,15 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("rms_norm", &stock_rms_norm);
 }
 
+Tensor stock_instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                           bool use_input_stats, double momentum, double eps) {
+  return at::instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+                           /*cudnn_enabled=*/true);
+}
+
 TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) {
+  m.impl("instance_norm", &stock_instance_norm);
   m.impl("batch_norm", &stock_batch_norm);
   m.impl("group_norm", &stock_group_norm);
   m.impl("layer_norm", &stock_layer_norm);
@@ -176,6 +196,20 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_parts(const Tensor& input, const O
                                                     double momentum, double eps) {
   Tensor mean, var;
   const Tensor old_mean = or_none(running_mean), old_var = or_none(running_var);
+  TORCH_CHECK_VALUE(input.dim() >= 2,
+                    "batch_norm: expected input to have at least 2 dimensions (N, C, ...), got ",
+                    input.dim());
+  const auto check = [&](const char* name, const Tensor& tensor) {
+    TORCH_CHECK(!tensor.defined() || (tensor.dim() == 1 && tensor.size(0) == input.size(1)),
+                "batch_norm: expected ", name, " to have C = ", input.size(1), " elements, got shape ",
+                tensor.sizes());
+  };
+  check("weight", or_none(weight));
+  check("bias", or_none(bias));
+  check("running_mean", old_mean);
+  check("running_var", old_var);
+  TORCH_CHECK_VALUE(training || (old_mean.defined() && old_var.defined()),
+                    "batch_norm: expected running_mean and running_var where training is False, got None");
   if (training) {
     std::tie(mean, var) = batch_statistics(input);
     const double count =
