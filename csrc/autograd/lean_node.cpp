@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -289,6 +290,25 @@ Tensor LeanNode::value(bool* fresh) {
     const std::lock_guard<std::mutex> lock(last_mutex_);
     last_.emplace(result.getIntrusivePtr());
   }
+  return result;
+}
+
+namespace {
+
+struct ZeroBackward final : torch::autograd::Node {
+  variable_list apply(variable_list&& grads) override {
+    return {grads[0].defined() ? at::zeros_like(grads[0]) : Tensor()};
+  }
+};
+
+}  // namespace
+
+Tensor LeanNode::with_flat_slope(const Tensor& grad_input) const {
+  if (!at::GradMode::is_enabled() || grad_input.requires_grad()) return grad_input;
+  const auto node = make_node<ZeroBackward>();
+  node->set_next_edges({next_edge(0)});
+  Tensor result = grad_input.variable_data();
+  torch::autograd::set_history(result, node);
   return result;
 }
 

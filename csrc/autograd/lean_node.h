@@ -125,6 +125,9 @@ class LeanNode : public torch::autograd::Node {
   // The output was saved: what backward() can do without now may be released.
   virtual void output_was_saved() {}
   bool has_output() const { return output_saved_; }
+  // The input's gradient, of an operator whose slope does not change where it has one: with grad mode on it
+  // depends on the input all the same, as stock's does, with a derivative of zero.
+  at::Tensor with_flat_slope(const at::Tensor& grad_input) const;
 
  private:
   const char* name_;

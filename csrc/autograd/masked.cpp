@@ -67,7 +67,7 @@ class MaskedBackward final : public ActivationNode {
     if (has_output() && output_tells()) return {from_output(grad, value())};
     const double inside = mask == Mask::kHardsigmoid ? 1.0F / 6 : 1;
     const double outside = mask == Mask::kLeakyRelu ? a : 0;
-    return {mask_backward(in_layout(grad, strides), bits.get(*this), inside, outside)};
+    return {with_flat_slope(mask_backward(in_layout(grad, strides), bits.get(*this), inside, outside))};
   }
 
   Tensor from_output(const Tensor& grad, const Tensor& y) const {

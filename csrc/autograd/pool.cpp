@@ -42,7 +42,7 @@ class MaxPoolBackward final : public LeanNode {
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    return {max_pool_backward(grad, offsets.get(*this), input_size, spec)};
+    return {with_flat_slope(max_pool_backward(grad, offsets.get(*this), input_size, spec))};
   }
   Tensor rebuild() override { return max_pool_take(input.get(*this), offsets.get(*this), spec); }
   std::vector<Source*> sources() override { return {&input}; }
