@@ -6,6 +6,7 @@ import copy
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,6 +186,58 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.norm(self.conv(x)) + x)
+
+
+def test_arguments_that_stock_takes():
+    x = image().detach()
+    out = torch.empty_like(x)
+    three = np.int64(3)
+    calls: list[Any] = [
+        lambda: torch.sigmoid(x, out=out), lambda: torch.tanh(x, out=out),
+        lambda: torch.threshold(x, 0.1, 2.0, out=out),
+        lambda: torch._C._nn.gelu(x, out=out), lambda: torch.add(x, x, alpha=2, out=out), lambda: torch.mul(x, 2),
+        lambda: torch.cat([x, x], 1, out=torch.empty(0, dtype=x.dtype)), lambda: F.max_pool2d(x, three, three),
+        lambda: F.avg_pool2d(x, three), lambda: F.group_norm(x[:, :, 0, 0], 4), lambda: F.pad(x, [1, 1], value=None),
+    ]  # fmt: skip
+    for call in calls:
+        want = call().clone()
+        with pc.lean():
+            assert torch.equal(call(), want)
+
+
+def test_a_subclass_sees_the_function_that_was_called():
+    seen: list[Any] = []
+
+    class Watching(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(3).as_subclass(Watching)
+
+    def calls() -> list[Any]:
+        seen.clear()
+        x + x, x.relu(), F.relu(x), torch.cat([x, x])
+        return list(seen)
+
+    want = calls()
+    with pc.lean():
+        assert calls() == want and len(want) == 4
+
+
+def test_the_same_block_twice_and_generators():
+    x, block = image(), pc.lean()
+    with block:
+        with block:
+            pass
+        assert "patchconv" in F.relu(x).grad_fn.name()
+    assert "patchconv" not in F.relu(x).grad_fn.name()
+    with pytest.raises(TypeError, match=r"^lean: expected a function, got a generator function"):
+
+        @pc.lean()
+        def several() -> Any:
+            yield F.relu(x)
 
 
 def test_convert_functional_and_back():

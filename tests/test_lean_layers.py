@@ -293,6 +293,52 @@ def test_in_place_is_in_place(device, cls):
         pc.convert(cls(inplace=True))(torch.randn(3, device=device, requires_grad=True))
 
 
+@pytest.mark.parametrize("cls,shape", [(nn.BatchNorm2d, (0, 3, 4, 4)), (nn.InstanceNorm2d, (0, 3, 4, 4)),
+                                       (nn.BatchNorm1d, (0, 3)), (nn.GroupNorm, (0, 3, 4, 4))])  # fmt: skip
+def test_norms_of_an_empty_batch(device, cls, shape):
+    stock = cls(*((3, 3) if cls is nn.GroupNorm else (3,))).to(device)
+    ours = pc.convert(copy.deepcopy(stock))
+    for module in (stock, ours):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        module(x).sum().backward()
+        assert x.grad.shape == shape
+    assert all(torch.equal(a, b) for a, b in zip(stock.buffers(), ours.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+def test_norms_refuse_parameters_of_another_size(device, norm, name):
+    function = getattr(pc.lean_functional, norm)
+    given = {"running_mean": torch.zeros(6), "running_var": torch.ones(6)}
+    given[name] = torch.ones(2)
+    given = {key: value.to(device) for key, value in given.items()}
+    with pytest.raises(RuntimeError, match=f"^{norm}: expected {name} to have C = 6 elements, got shape"):
+        function(torch.randn(IMAGE, device=device), **given)
+
+
+def test_batch_norm_needs_statistics_in_eval_mode(device):
+    with pytest.raises(ValueError, match=r"^batch_norm: expected running_mean and running_var where training is False"):
+        pc.lean_functional.batch_norm(torch.randn(IMAGE, device=device), None, None)
+
+
+def test_a_bias_may_be_edited_before_backward(device):
+    layer = pc.BatchNorm2d(6).to(device).eval()
+    layer.weight.requires_grad_(False)
+    y = layer(torch.randn(IMAGE, device=device))
+    with torch.no_grad():
+        layer.bias += 1
+    y.sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((6,), 2.0 * 9 * 7, device=device))
+
+
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, lambda: nn.MaxPool2d(2)])
+def test_flat_slopes_have_a_second_derivative(device, cls):
+    x = torch.randn(IMAGE, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(pc.convert(cls())(x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
 def test_batch_norm_of_one_value_is_an_error(device):
     with pytest.raises(ValueError, match="batch_norm: expected more than 1 value per channel when training, got input"):
         pc.convert(nn.BatchNorm1d(3))(torch.randn(1, 3, requires_grad=True))

@@ -244,3 +244,28 @@ def test_autocast_inside_a_transform(device, linear, transform):
         # Stock loses autocast in a batched convolution.
         assert got.dtype == (torch.bfloat16 if transform == "vmap" else want.dtype)
         torch.testing.assert_close(got.to(want.dtype), want, rtol=0.05, atol=0.05)
+
+
+def test_lean_layers_under_transforms(device):
+    """Values of stock's functions, nested transforms and vmap too."""
+    functions = {
+        "instance_norm": lambda f, x: f.instance_norm(x), "relu": lambda f, x: f.relu(x),
+        "local_response_norm": lambda f, x: f.local_response_norm(x, 3),
+        "batch_norm": lambda f, x: f.batch_norm(x, None, None, training=True),
+        "interpolate": lambda f, x: f.interpolate(x, scale_factor=2), "pad": lambda f, x: f.pad(x, (1, 1, 1, 1), "reflect"),
+    }  # fmt: skip
+    x = torch.randn(2, 4, 5, 5, device=device, dtype=torch.float64)
+    for name, function in functions.items():
+        found = []
+        for f in (F, pc.lean_functional):
+
+            def loss(x, f=f, function=function):
+                return function(f, x).pow(3).sum()
+
+            first = torch.func.grad(loss)
+            second = torch.func.grad(lambda x, first=first: first(x).square().sum())
+            found.append([first(x), second(x), torch.func.jvp(first, (x,), (x,))[1]])
+            if name != "batch_norm":
+                found[-1].append(torch.func.vmap(lambda x, f=f, function=function: function(f, x))(x.unsqueeze(0)))
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)

@@ -1,0 +1,295 @@
+"""Recompute by provenance where graphs are unusual: overlapping views, histories, freed nodes, failures, chains."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import patchconv_native as pc
+
+lf = pc.lean_functional
+
+
+def image(device: str, *shape: int) -> Tensor:
+    torch.manual_seed(5)
+    return torch.randn(shape or (2, 4, 6, 6), device=device, dtype=torch.float64, requires_grad=True)
+
+
+def beside_stock(run: Callable[[Any], Any]) -> None:
+    """run(module of functions) gives the same, or raises the same kind of error, with stock's functions and ours."""
+    results = []
+    for functions in (F, lf):
+        torch.manual_seed(1)
+        results.append(run(functions))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unfold": lambda y: y.unfold(-1, 4, 1),
+    "as_strided": lambda y: y.as_strided((2, 4, 5, 4), (144, 36, 6, 1)),
+    "expand": lambda y: y[:, :, :1].expand(-1, -1, 5, -1),
+    "diagonal": lambda y: y.diagonal(0, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_that_overlap(device, name):
+    def run(f: Any) -> list[Tensor]:
+        x = image(device)
+        v = VIEWS[name](f.silu(x * 1))
+        z = f.silu(v)
+        w = torch.ones(3, z.shape[-1], device=device, dtype=torch.float64, requires_grad=True)
+        y = f.linear(z, w)
+        added = (lf.add if f is lf else torch.add)(v, z)
+        return list(torch.autograd.grad(y.square().sum() + added.square().sum(), (x, w)))
+
+    beside_stock(run)
+
+
+@pytest.mark.parametrize("how", ["intermediate", "retain_grad", "hook", "view", "linear"])
+def test_a_value_made_again_has_the_history_of_the_original(device, how):
+    """Second derivatives with respect to an activation, or through hooks on it."""
+
+    def run(f: Any) -> list[Tensor]:
+        x, w = image(device), image(device, 3, 4, 3, 3)
+        y = f.silu(x * 1)
+        seen = y[:, :, 1:] if how == "view" else y
+        if how == "hook":
+            y.register_hook(lambda grad: 2 * grad)
+        if how == "retain_grad":
+            y.retain_grad()
+        if how == "linear":
+            v = image(device, 5, 6)
+            z, parameter = f.linear(y, v), v
+        else:
+            z, parameter = (pc.functional if f is lf else F).conv2d(seen, w), w
+        (gw,) = torch.autograd.grad(z.square().sum(), parameter, create_graph=True)
+        if how == "hook":
+            return list(torch.autograd.grad(gw.square().sum(), x))
+        if how == "retain_grad":
+            gw.square().sum().backward()
+            return [y.grad, x.grad]
+        return list(torch.autograd.grad(gw.square().sum(), (seen, x) if how == "view" else (y, x)))
+
+    beside_stock(run)
+
+
+def test_a_leaf_that_views_an_activation(device):
+    """It has no edge to the activation's producer: it is saved."""
+
+    def run(f: Any) -> list[Tensor]:
+        x = image(device)
+        y = f.silu(x * 1)
+        with torch.no_grad():
+            v = y[:, :]
+        v.requires_grad_()
+        z = f.silu(v)
+        y.detach_()
+        del y
+        return list(torch.autograd.grad(z.sum(), v))
+
+    beside_stock(run)
+
+
+class OfTheSecond(torch.autograd.Function):
+    """A view of its second argument, as full backward hooks of modules make them."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return b.view_as(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
+
+
+def test_views_made_by_custom_functions_and_module_hooks(device):
+    def run(f: Any) -> list[Tensor]:
+        x, w = image(device), image(device, 3, 4, 3, 3)
+        y = OfTheSecond.apply(x, f.silu(x * 1))
+        z = (pc.functional if f is lf else F).conv2d(y, w)
+        return list(torch.autograd.grad(z.square().sum(), (x, w)))
+
+    beside_stock(run)
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3).double()
+
+        def forward(self, h: Tensor, skip: Tensor) -> Tensor:
+            return h.mean() + self.conv(skip)
+
+    torch.manual_seed(0)
+    stock = Up()
+    gradients = []
+    for module in (stock, pc.convert(Up())):
+        module.load_state_dict(stock.state_dict())
+        module.to(device).register_full_backward_hook(lambda *_: None)
+        x = image(device)
+        y = (F if module is stock else lf).silu(x * 1)
+        gradients.append(torch.autograd.grad(module(x, y).square().sum(), (x, *module.parameters())))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+RELEASED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda f, x: (lf.add if f is lf else torch.add)(x, x),
+    "cat": lambda f, x: (lf.cat if f is lf else torch.cat)([x, x], 1),
+    "pad": lambda f, x: f.pad(x, (1, 1)),
+    "upsampling": lambda f, x: f.interpolate(x, scale_factor=2),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_what_keeps_nothing_serves_a_second_backward(device, name):
+    def run(f: Any) -> list[Tensor]:
+        x = image(device)
+        h = RELEASED[name](f, x)
+        (h * 2).sum().backward()
+        (h * 3).sum().backward()
+        return [x.grad]
+
+    beside_stock(run)
+
+
+def test_a_consumer_of_a_freed_producer_saves_its_input(device):
+    def run(f: Any) -> list[Tensor]:
+        x, w = image(device), image(device, 3, 4, 3, 3)
+        y = f.silu(x * 1)
+        y.sum().backward()
+        return list(torch.autograd.grad((pc.functional if f is lf else F).conv2d(y, w).sum(), w))
+
+    beside_stock(run)
+
+
+@pytest.mark.parametrize("step", [lambda x: x + lf.relu(x) * 0, lambda x: x + x], ids=["x + relu(x)", "x + x"])
+def test_chains_of_sums_take_linear_time(device, step):
+    """A chain of 2000 whose cost doubled with each step would not end."""
+    x = image(device, 1, 1, 2, 2) * 1e-30
+    with pc.lean():
+        for _ in range(2000):
+            x = step(x) * 0.5
+        pc.functional.conv2d(x, torch.ones(1, 1, 1, 1, dtype=x.dtype, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p, q, c: torch.cat([p, q], 1) + c, lambda p, q, c: F.pad(torch.cat([p, q], 1), (1, 1))[..., 1:-1] + c,
+     lambda p, q, c: torch.cat([p, q], 1) + torch.cat([q, p], 1) + c],
+    ids=["cat and conv", "padded cat", "two cats"],
+)  # fmt: skip
+def test_no_more_is_kept_than_the_tensor_itself(device, make):
+    """Where operands would take more than their sum, the sum is kept, and they are not."""
+    x, w = image(device), image(device, 4, 4, 1, 1)
+    with pc.lean():
+        p, q = F.conv2d(x, w[:2] * 1), F.conv2d(x, w[2:] * 1)
+        c = F.conv2d(x, w * 1)
+        y = make(p, q, c)
+        parts = [StorageWeakRef(t.untyped_storage()) for t in (p, q, c)]
+        del p, q, c
+        bytes_of_y = y.nbytes
+        kept = StorageWeakRef(y.untyped_storage())
+        z = F.conv2d(y, w)
+        del y
+        F.relu(x * 1)  # whatever was held for the next call is let go
+    assert bytes_of_y > 0 and not kept.expired() and all(part.expired() for part in parts)
+    z.sum().backward()
+
+
+def test_a_failed_backward_leaves_nothing_behind(device):
+    alive: list[weakref.ref[Any]] = []
+
+    class Packed:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            alive.append(weakref.ref(self))
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+    for _ in range(5):
+        x, w = image(device), image(device, 4, 4, 3, 3)
+        with saved_tensors_hooks(Packed, lambda packed: packed.tensor.clone()):
+            h = x * 1
+            h.register_hook(fail)
+            y = lf.sigmoid(pc.functional.conv2d(lf.silu(h), w, padding=1))
+            z = pc.functional.conv2d(lf.relu(y), w)
+        with pytest.raises(ValueError, match="on purpose"):
+            z.sum().backward()
+        del x, w, h, y, z
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None]
+
+
+def test_a_thread_that_ends_lets_go(device):
+    references: list[StorageWeakRef] = []
+
+    def work() -> None:
+        x = image(device)
+        h = x * 1
+        references.append(StorageWeakRef(h.untyped_storage()))
+        with pc.lean():
+            c = torch.cat([h, x * 2], 1)
+        h -= c[:, :4]
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert all(reference.expired() for reference in references)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_converted_code(device, reentrant):
+    """A method that the model checkpoints runs again in backward, outside of the block."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3)
+
+        def body(self, x: Tensor) -> Tensor:
+            y = F.relu(self.norm(self.conv(x)))
+            return F.dropout(self.drop(torch.cat([y, x], 1)), 0.2, self.training)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(checkpoint(self.body, x * 1, use_reentrant=reentrant)) if self.checkpointed else self.body(x)
+
+        checkpointed = True
+
+    torch.manual_seed(0)
+    model = pc.convert(Model().double().to(device), functional=True)
+    found = []
+    for checkpointed in (True, False):
+        model.checkpointed = checkpointed
+        x = image(device)
+        torch.manual_seed(3)
+        model(x).sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    for with_it, without in zip(*found, strict=True):
+        assert with_it.shape == without.shape and with_it.isfinite().all() and with_it.abs().sum() > 0
+
+
+def test_dropout_masks_agree_in_a_checkpoint_inside_of_lean(device):
+    """x * mask: the gradient is the mask, which must be that of the forward pass."""
+    for reentrant in (True, False):
+        x = torch.ones(1000, device=device, requires_grad=True)
+        with pc.lean():
+            y = checkpoint(lambda t: F.dropout(t, 0.5), x * 1, use_reentrant=reentrant)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
