@@ -230,6 +230,31 @@ def lean(data: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def lean_error(data: dict[str, Any]) -> str:
+    text = (
+        "Error of all parameters' gradients, relative to stock's in float64: mean over the pictures, and in units of "
+        "stock's in float32 (each picture's).\n"
+    )
+    lines = []
+    for row in data["rows"]:
+        cells = [row["model"], f"{row['mean']['stock']:.2e}"]
+        for form in ("convert", "functional"):
+            each = zip(row["errors"][form], row["errors"]["stock"], strict=True)
+            cells.append(
+                f"{row['mean'][form] / row['mean']['stock']:.2f} ({', '.join(f'{a / b:.2f}' for a, b in each)})"
+            )
+        lines.append([*cells, verdict(row["met"]), "yes" if row["same_without_recompute"] else "NO"])
+    head = [
+        "model",
+        "stock",
+        "convert",
+        "convert(functional=True)",
+        f"<= {data['target']}",
+        "same bits without recompute",
+    ]
+    return f"{heading(data, 'How exact the gradients of converted models are')}\n{text}\n{table(head, lines)}\n"
+
+
 def lean_speed(data: dict[str, Any]) -> str:
     parts = [heading(data, "What saving less costs in time on the CPU")]
     parts.append("Training steps: median (least to most) of paired rounds, and in units of stock's time.\n")
@@ -315,6 +340,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "half": half,
     "resnet": resnet,
     "lean": lean,
+    "lean_error": lean_error,
     "lean_speed": lean_speed,
     "gpu": gpu,
 }

@@ -113,6 +113,12 @@ def test_lean(tmp_path: Path) -> None:
     assert "resnet18" in (tmp_path / "lean.md").read_text() and (tmp_path / "lean.png").stat().st_size > 1000
 
 
+def test_lean_error(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    (row,) = results("lean_error", tmp_path)["rows"]
+    assert row["same_without_recompute"] and 0 < row["mean"]["functional"] < 10 * row["mean"]["stock"]
+
+
 def test_lean_speed(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     done = run("lean_speed", "--size", "tiny", "--out", str(tmp_path))
