@@ -1,15 +1,15 @@
 // Batch norm's two passes over the data on the CPU: statistics of every channel, and the affine map by
 // channel.
 //
-// Statistics: blocks small enough for the first-level cache are passed over twice, for their mean and for the
-// squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque, "Updating formulae
-// and a pairwise algorithm for computing sample variances", 1979). A large mean costs no digits that way. The
-// partition is fixed, so results do not depend on the number of threads.
+// Statistics: blocks small enough for the first-level cache are passed over twice, for their mean, in
+// float64, and for the squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque,
+// "Updating formulae and a pairwise algorithm for computing sample variances", 1979). A large mean costs no
+// digits that way. The partition is fixed, so results do not depend on the number of threads.
 //
-// The map is one product and one sum an element, in float32 for half precision and rounded once. The two are
-// separate operations in vector code and in its remainders: the library is compiled without fused
-// multiply-add, so the value of an element does not depend on its place. Nothing is allocated but results
-// and, for channels_last, some numbers a channel.
+// The map is one product and one sum an element, in float64 (of half precision in float32), and rounded once.
+// The two are separate operations in vector code and in its remainders: the library is compiled without fused
+// multiply-add, so the value of an element depends neither on its place nor on the processor. Nothing is
+// allocated but results and, for channels_last, some numbers a channel.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -21,7 +21,15 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
+
+// One function compiled for several instruction sets and chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
+#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define PATCHCONV_CLONES
+#endif
 
 namespace patchconv {
 
@@ -49,16 +57,17 @@ struct Moments {
   }
 };
 
-template <typename Acc, typename T>
-Acc sum(const T* x, int64_t n) {
-  Acc lanes[kLanes] = {};
+// In float64: means that are zero but for rounding would otherwise be less exact than stock's.
+template <typename T>
+double sum(const T* x, int64_t n) {
+  double lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<Acc>(x[i + j]);
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(x[i + j]);
   }
-  for (int64_t j = 0; i < n; ++i, ++j) lanes[j] += static_cast<Acc>(x[i]);
-  Acc total = 0;
-  for (const Acc lane : lanes) total += lane;
+  for (int64_t j = 0; i < n; ++i, ++j) lanes[j] += static_cast<double>(x[i]);
+  double total = 0;
+  for (const double lane : lanes) total += lane;
   return total;
 }
 
@@ -85,9 +94,8 @@ template <typename Acc, typename T>
 void row_moments(const T* x, int64_t n, Moments* moments) {
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = std::min(kBlock, n - i);
-    const Acc mean = sum<Acc>(x + i, count) / static_cast<Acc>(count);
-    // What rounding left in the block's mean is in the squares too; Chan's formula takes it as it is.
-    moments->add(static_cast<double>(count), mean, squares<Acc>(x + i, count, mean));
+    const double mean = sum(x + i, count) / static_cast<double>(count);
+    moments->add(static_cast<double>(count), mean, squares<Acc>(x + i, count, static_cast<Acc>(mean)));
   }
 }
 
@@ -113,18 +121,22 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
   std::vector<Moments> parts(chunks * c);
   at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * c)),
                    [&](int64_t begin, int64_t end) {
+                     std::vector<double> totals(c);
                      std::vector<Acc> means(c), sums(c);
                      for (int64_t part = begin; part < end; ++part) {
                        const int64_t last = std::min(pixels, (part + 1) * chunk);
                        for (int64_t p = part * chunk; p < last; p += kPixels) {
                          const int64_t count = std::min(kPixels, last - p);
                          const T* block = x + p * c;
-                         std::fill(means.begin(), means.end(), Acc(0));
+                         std::fill(totals.begin(), totals.end(), 0.0);
                          std::fill(sums.begin(), sums.end(), Acc(0));
                          for (int64_t q = 0; q < count; ++q) {
-                           for (int64_t k = 0; k < c; ++k) means[k] += static_cast<Acc>(block[q * c + k]);
+                           for (int64_t k = 0; k < c; ++k) totals[k] += static_cast<double>(block[q * c + k]);
                          }
-                         for (int64_t k = 0; k < c; ++k) means[k] /= static_cast<Acc>(count);
+                         for (int64_t k = 0; k < c; ++k) {
+                           totals[k] /= static_cast<double>(count);
+                           means[k] = static_cast<Acc>(totals[k]);
+                         }
                          for (int64_t q = 0; q < count; ++q) {
                            for (int64_t k = 0; k < c; ++k) {
                              const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
@@ -132,7 +144,7 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
                            }
                          }
                          for (int64_t k = 0; k < c; ++k)
-                           parts[part * c + k].add(static_cast<double>(count), means[k], sums[k]);
+                           parts[part * c + k].add(static_cast<double>(count), totals[k], sums[k]);
                        }
                      }
                    });
@@ -179,18 +191,39 @@ std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input) {
   return {mean, var};
 }
 
-template <typename Acc, typename T>
-void map_row(const T* x, T* y, int64_t n, Acc scale, Acc shift) {
-  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(static_cast<Acc>(x[i]) * scale + shift);
+// In which a product and a sum are computed that are rounded to T once.
+template <typename T>
+using Exact = std::conditional_t<sizeof(T) == 2, float, double>;
+
+template <typename T>
+[[gnu::always_inline]] inline void map_each(const T* x, T* y, int64_t n, Exact<T> scale, Exact<T> shift) {
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(static_cast<Exact<T>>(x[i]) * scale + shift);
 }
 
-template <typename Acc, typename T>
-void map_pixels(const T* x, T* y, int64_t pixels, int64_t c, const Acc* scale, const Acc* shift) {
+template <typename T>
+[[gnu::always_inline]] inline void map_each_pixel(const T* x, T* y, int64_t pixels, int64_t c,
+                                                  const Exact<T>* scale, const Exact<T>* shift) {
   for (int64_t p = 0; p < pixels; ++p) {
-    for (int64_t k = 0; k < c; ++k)
-      y[p * c + k] = static_cast<T>(static_cast<Acc>(x[p * c + k]) * scale[k] + shift[k]);
+    for (int64_t k = 0; k < c; ++k) {
+      y[p * c + k] = static_cast<T>(static_cast<Exact<T>>(x[p * c + k]) * scale[k] + shift[k]);
+    }
   }
 }
+
+// Templates cannot be compiled for several instruction sets, overloads can.
+#define PATCHCONV_MAPS(T)                                                                              \
+  PATCHCONV_CLONES void map_row(const T* x, T* y, int64_t n, Exact<T> scale, Exact<T> shift) {         \
+    map_each(x, y, n, scale, shift);                                                                   \
+  }                                                                                                    \
+  PATCHCONV_CLONES void map_pixels(const T* x, T* y, int64_t pixels, int64_t c, const Exact<T>* scale, \
+                                   const Exact<T>* shift) {                                            \
+    map_each_pixel(x, y, pixels, c, scale, shift);                                                     \
+  }
+PATCHCONV_MAPS(float)
+PATCHCONV_MAPS(double)
+PATCHCONV_MAPS(c10::BFloat16)
+PATCHCONV_MAPS(c10::Half)
+#undef PATCHCONV_MAPS
 
 // Parameters and statistics are (c), of the arithmetic's dtype.
 Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
@@ -200,14 +233,18 @@ Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
   Tensor y = at::empty_like(x);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "normalize", [&] {
     using Acc = at::opmath_type<scalar_t>;
-    std::vector<Acc> scale(c), shift(c);
+    using Number = Exact<scalar_t>;
+    std::vector<Number> scale(c), shift(c);
     auto numbers = [&](const std::optional<Tensor>& tensor) {
       return tensor.has_value() && tensor->defined() ? tensor->contiguous() : Tensor();
     };
     const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous(), s = invstd.contiguous();
+    auto number = [](const Tensor& tensor, int64_t k, Number otherwise) {
+      return tensor.defined() ? static_cast<Number>(tensor.const_data_ptr<Acc>()[k]) : otherwise;
+    };
     for (const auto k : irange(c)) {
-      scale[k] = s.const_data_ptr<Acc>()[k] * (w.defined() ? w.const_data_ptr<Acc>()[k] : Acc(1));
-      shift[k] = (b.defined() ? b.const_data_ptr<Acc>()[k] : Acc(0)) - m.const_data_ptr<Acc>()[k] * scale[k];
+      scale[k] = number(s, k, 1) * number(w, k, 1);
+      shift[k] = number(b, k, 0) - number(m, k, 0) * scale[k];
     }
     const auto* from = x.const_data_ptr<scalar_t>();
     auto* to = y.mutable_data_ptr<scalar_t>();

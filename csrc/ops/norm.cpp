@@ -178,7 +178,10 @@ Tensor normalize(const Tensor& input, const OptionalTensor& weight, const Option
   return op.call(input, parameter(weight), parameter(bias), mean, invstd);
 }
 
-Tensor inverse_deviation(const Tensor& var, double eps) { return var.add(eps).rsqrt_(); }
+// Rounded once: its error scales all of a channel.
+Tensor inverse_deviation(const Tensor& var, double eps) {
+  return var.to(at::kDouble).add(eps).rsqrt_().to(var.scalar_type());
+}
 
 Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
