@@ -237,6 +237,8 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     own forward, lazy or scripted modules) are told by `convert_report(model)`, convolutions among them by a warning.
     On an error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
     """
+    if not isinstance(functional, bool):
+        raise TypeError(f"convert: expected functional to be True or False, got {functional!r}")
     changes: list[tuple[nn.Module, type, list[int] | None]] = []
     for name, module in _named("convert", model):
         owner = f"convert, module {name!r}" if name else "convert"
@@ -256,14 +258,16 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
         module.__class__ = cls
         if isinstance(module, Split):
             module._splits = entries
+    modules = dict(model.named_modules())
     left = {
         name: reason
         for name, reason in convert_report(model).left.items()
-        if _conv_base(type(model.get_submodule(name))) or isinstance(model.get_submodule(name), torch.jit.ScriptModule)
+        if _conv_base(type(modules[name])) or isinstance(modules[name], torch.jit.ScriptModule)
     }
     if left:
         reasons = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())
-        warnings.warn(f"patchconv_native.convert left {len(left)} convolutions alone: {reasons}", stacklevel=2)
+        count = "1 convolution" if len(left) == 1 else f"{len(left)} convolutions"
+        warnings.warn(f"patchconv_native.convert left {count} alone: {reasons}", stacklevel=2)
     return model
 
 

@@ -178,7 +178,9 @@ class lean:
     decorate the function. Generator functions cannot be decorated (TypeError): enter the block inside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any) -> None:
+        if given:
+            raise TypeError("lean: expected no argument: write `with pc.lean():`, or `@pc.lean()` over a function")
         self._modes: list[_Redirect | None] = []
 
     def __enter__(self) -> lean:

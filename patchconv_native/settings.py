@@ -61,8 +61,8 @@ def workspace_limit(limit: int | str | None = None) -> Any:
 def recompute(on: bool | None = None) -> Any:
     """Whether layers make an input again in backward instead of saving it, where its producer can (at first, yes).
 
-    Without an argument returns it. With True or False sets it for the process; `with recompute(False):` sets it for the
-    block. What counts is the setting during the forward pass.
+    Without an argument returns it. With True or False sets it for the process, at once; `with recompute(False):` sets
+    it back at the block's end. What counts is the setting during the forward pass.
     """
     if on is None:
         return _C.recompute()

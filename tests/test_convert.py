@@ -228,7 +228,7 @@ def test_a_subclass_that_changes_nothing_keeps_its_type():
 def test_a_forward_set_on_the_instance_is_left_alone():
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     model[0].forward = lambda x: x + 1  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match=r"left 1 convolutions alone: 0: "):
+    with pytest.warns(UserWarning, match=r"left 1 convolution alone: 0: "):
         pc.convert(model)
     x = image()
     assert torch.equal(model(x), x + 1)
@@ -247,7 +247,7 @@ def test_lazy_modules_are_left_alone():
 
 
 def test_report():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.Conv1d(3, 3, 3)), nn.Upsample(9), nn.Fold(3, 3))
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.Conv1d(3, 3, 3)), nn.PixelShuffle(2), nn.Fold(3, 3))
     before = str(pc.convert_report(model))
     pc.convert(model, splits=3)
     text = str(pc.convert_report(model))
@@ -408,7 +408,7 @@ def test_a_subclass_with_splits_of_its_own_is_left_alone(kind):
     model = nn.Sequential(kind(3, 4, 3), nn.Conv2d(4, 4, 3))
     before = model[0].splits
     reason = f"{kind.__name__} has an attribute named splits of its own"
-    with pytest.warns(UserWarning, match=f"left 1 convolutions alone: 0: {reason}"):
+    with pytest.warns(UserWarning, match=f"left 1 convolution alone: 0: {reason}"):
         pc.convert(model, splits=2)
     assert type(model[0]) is kind and model[0].splits is before and type(model[1]) is pc.Conv2d
     assert pc.convert_report(model).left == {"0": reason}

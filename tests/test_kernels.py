@@ -180,3 +180,78 @@ def test_past_two_to_the_31(dtype):
         same(found[2], want, call.kernel)
         if call.kernel == "mask_forward":
             assert torch.equal(found[3], want_bits)
+
+
+# Kernel, stride, padding, dilation of a dimension, or the output's size where it is adaptive.
+POOLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "2x2": ((9, 12), ((2, 2, 0, 1), (2, 2, 0, 1))), "3x3 overlapping": ((9, 7), ((3, 2, 1, 1), (3, 2, 1, 1))),
+    "holes": ((11, 9), ((3, 1, 2, 2), (2, 3, 1, 3))), "line": ((37,), ((5, 3, 2, 1),)),
+    "volume": ((5, 6, 7), ((2, 2, 0, 1), (3, 2, 1, 1), (2, 1, 1, 2))),
+    "large window": ((20, 21), ((17, 4, 8, 1), (18, 5, 9, 1))),
+    "adaptive": ((9, 10), (4, 7)), "adaptive volume": ((5, 7, 4), (2, 3, 3)), "adaptive to one": ((8, 6), (1, 1)),
+}  # fmt: skip
+
+
+@DTYPES
+@pytest.mark.parametrize("inner", [1, 5], ids=["planes", "channels_last"])
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pool(name, inner, dtype):
+    """Values, places and gradients of the CPU's kernel, which sums gradients in float32 in the same order."""
+    sizes, windows = POOLS[name]
+    adaptive = isinstance(windows[0], int)
+    spec = [[]] * 4 if adaptive else [list(column) for column in zip(*windows, strict=True)]
+    out = list(windows) if adaptive else [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, (k, s, p, d) in zip(sizes, windows, strict=True)]  # fmt: skip
+    shape = (2, 3, *sizes) if inner == 1 else (6, inner, *sizes)
+    format = (
+        torch.contiguous_format if inner == 1 else [None, torch.channels_last, torch.channels_last_3d][len(sizes) - 1]
+    )
+    if format is None:
+        pytest.skip("lines have no channels_last")
+    x = values(torch.Size(shape).numel(), dtype).view(shape)
+    x[0, 0].flatten()[3] = torch.nan
+    x = x.to(memory_format=format)
+    want, offsets = ops._max_pool(x, *spec, out)
+    if offsets.dtype == torch.int32:
+        pytest.skip("windows of more than 65536 places")
+    numbers: list[float] = [6, inner, offsets.element_size()]
+    pad = 3 - len(sizes)
+    for d in range(3):
+        n, o, window = (1, 1, (1, 1, 0, 1)) if d < pad else (sizes[d - pad], out[d - pad], windows[d - pad])
+        numbers += [n, o, int(adaptive), *((1, 1, 0, 1) if adaptive else window)]
+    flat = lambda t: t.permute(0, *range(2, t.dim()), 1).flatten() if inner > 1 else t.flatten()  # noqa: E731
+    grad = torch.randn(want.shape).to(dtype).to(memory_format=format)
+    back = ops._max_pool_backward(grad, offsets, list(x.shape), *spec)
+    x_memory, y_memory = Memory(flat(x)), Memory(torch.full_like(flat(want), 77))
+    places_memory, empty = Memory(flat(offsets)), Memory(torch.full_like(flat(offsets), 99))
+    (_, y, places), (_, taken, _), (_, _, gradient) = kernels.run([
+        Call("max_pool", dtype, numbers, [x_memory, y_memory, empty]),
+        Call("max_pool_take", dtype, numbers, [x_memory, y_memory, places_memory]),
+        Call("max_pool_backward", dtype, numbers, [Memory(flat(grad)), places_memory, Memory(flat(x) * 0 + 77)]),
+    ])  # fmt: skip
+    same(y, flat(want), "forward")
+    assert torch.equal(places, flat(offsets))
+    same(taken, flat(want), "taken")
+    torch.testing.assert_close(gradient, flat(back), rtol=torch.finfo(dtype).eps * 4, atol=0)
+
+
+def test_max_pool_past_two_to_the_31():
+    """The last blocks of 2^31 planes of 2x2: places, and gradients."""
+    outer, dtype = 2**31 + 3, torch.float16
+    numbers = [outer, 1, 1, *[1, 1, 0, 1, 1, 0, 1], *[2, 1, 0, 2, 2, 0, 1] * 2]
+    seen = 1027  # planes at the end: of outputs the last tile and what is left
+    x = torch.randn(seen, 2, 2).to(dtype)
+    y, places = torch.zeros(seen, dtype=dtype), torch.zeros(seen, dtype=torch.uint8)
+    x_memory = lambda t: Memory(t.flatten(), 0, 4 * outer)  # noqa: E731
+    forward = Call("max_pool", dtype, numbers, [x_memory(x), Memory(y, 0, outer), Memory(places, 0, outer)], 2)
+    ((_, got, offsets),) = kernels.run([forward])
+    tail = 1024 + outer % 1024  # outputs of the last two blocks
+    best, where = x.flatten(1).max(1)
+    assert torch.equal(got[-tail:], best[-tail:]) and torch.equal(offsets[-tail:].long(), where[-tail:])
+    grad = torch.randn(seen).to(dtype)
+    buffers = [Memory(grad, 0, outer), Memory(where.to(torch.uint8), 0, outer), x_memory(torch.full_like(x, 77))]
+    backward = Call("max_pool_backward", dtype, numbers, buffers, 1)
+    ((_, _, gradient),) = kernels.run([backward])
+    want = torch.zeros(seen, 4, dtype=dtype).scatter_(1, where[:, None], grad[:, None]).flatten()
+    tail = 4 * outer % 1024 or 1024
+    assert torch.equal(gradient[-tail:], want[-tail:])

@@ -240,6 +240,18 @@ def test_the_same_block_twice_and_generators():
             yield F.relu(x)
 
 
+def test_mistaken_arguments():
+    with pytest.raises(TypeError, match=r"^lean: expected no argument: write `with pc.lean\(\):`, or `@pc.lean\(\)`"):
+        pc.lean(F.relu)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    with pytest.raises(TypeError, match=r"^convert: expected functional to be True or False, got 'yes'"):
+        pc.convert(model, functional="yes")
+    assert type(model[0]) is nn.Conv2d
+    scripted = torch.jit.script(model)
+    with pytest.warns(UserWarning, match=r"left 1 convolution alone: 0: a TorchScript module cannot change its class"):
+        pc.convert(scripted)
+
+
 def test_convert_functional_and_back():
     stock = nn.Sequential(Block(), Block(), nn.Conv2d(4, 2, 1)).double()
     model = pc.convert(copy.deepcopy(stock), functional=True)

@@ -90,9 +90,11 @@ struct Grid {
 
 IntArrayRef spatial(const Tensor& tensor) { return tensor.sizes().slice(2); }
 
-std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, IntArrayRef kernel, IntArrayRef stride,
-                                             IntArrayRef padding, IntArrayRef dilation,
-                                             IntArrayRef output_size) {
+}  // namespace
+
+std::tuple<Tensor, Tensor> max_pool_with_aten(const Tensor& input, IntArrayRef kernel, IntArrayRef stride,
+                                              IntArrayRef padding, IntArrayRef dilation,
+                                              IntArrayRef output_size) {
   const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
   const size_t dims = output_size.size();
   Tensor output, indices;
@@ -125,6 +127,8 @@ std::tuple<Tensor, Tensor> forward_with_aten(const Tensor& input, IntArrayRef ke
   return {output, grid.offsets(indices, offset_type(windows_of(spec, spatial(input), output_size)))};
 }
 
+namespace {
+
 Tensor indices_with_aten(const Tensor& offsets, c10::SymIntArrayRef input_size, IntArrayRef kernel,
                          IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   const PoolSpec spec{kernel.vec(), stride.vec(), padding.vec(), dilation.vec()};
@@ -132,15 +136,18 @@ Tensor indices_with_aten(const Tensor& offsets, c10::SymIntArrayRef input_size, 
   return Grid(spec, size, spatial(offsets), offsets.device()).indices(offsets);
 }
 
-Tensor take_with_aten(const Tensor& input, const Tensor& offsets, IntArrayRef kernel, IntArrayRef stride,
-                      IntArrayRef padding, IntArrayRef dilation) {
+}  // namespace
+
+Tensor max_pool_take_with_aten(const Tensor& input, const Tensor& offsets, IntArrayRef kernel,
+                               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   const Tensor indices = indices_with_aten(offsets, input.sym_sizes(), kernel, stride, padding, dilation);
   const Tensor taken = input.flatten(2).gather(2, indices.flatten(2)).view(offsets.sizes());
   return taken.contiguous(offsets.suggest_memory_format());
 }
 
-Tensor backward_with_aten(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
-                          IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+Tensor max_pool_backward_with_aten(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayRef input_size,
+                                   IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                                   IntArrayRef dilation) {
   const Tensor indices = indices_with_aten(offsets, input_size, kernel, stride, padding, dilation);
   const auto size = C10_AS_INTARRAYREF_SLOW(input_size);
   Tensor result = at::zeros({size[0], size[1], c10::multiply_integers(size.slice(2))}, grad.options());
@@ -148,10 +155,12 @@ Tensor backward_with_aten(const Tensor& grad, const Tensor& offsets, c10::SymInt
   return result.view(size).contiguous(offsets.suggest_memory_format());
 }
 
+namespace {
+
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
-  m.impl("_max_pool", &forward_with_aten);
-  m.impl("_max_pool_take", &take_with_aten);
-  m.impl("_max_pool_backward", &backward_with_aten);
+  m.impl("_max_pool", &max_pool_with_aten);
+  m.impl("_max_pool_take", &max_pool_take_with_aten);
+  m.impl("_max_pool_backward", &max_pool_backward_with_aten);
   m.impl("_max_pool_indices", &indices_with_aten);
 }
 

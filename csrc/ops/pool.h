@@ -21,4 +21,15 @@ at::Tensor max_pool_take(const at::Tensor& input, const at::Tensor& offsets, con
 at::Tensor max_pool_backward(const at::Tensor& grad, const at::Tensor& offsets,
                              c10::SymIntArrayRef input_size, const PoolSpec& spec);
 
+// The same by stock operators, for devices, dtypes and sizes that have no kernel of ours.
+std::tuple<at::Tensor, at::Tensor> max_pool_with_aten(const at::Tensor& input, at::IntArrayRef kernel,
+                                                      at::IntArrayRef stride, at::IntArrayRef padding,
+                                                      at::IntArrayRef dilation, at::IntArrayRef output_size);
+at::Tensor max_pool_take_with_aten(const at::Tensor& input, const at::Tensor& offsets, at::IntArrayRef kernel,
+                                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation);
+at::Tensor max_pool_backward_with_aten(const at::Tensor& grad, const at::Tensor& offsets,
+                                       c10::SymIntArrayRef input_size, at::IntArrayRef kernel,
+                                       at::IntArrayRef stride, at::IntArrayRef padding,
+                                       at::IntArrayRef dilation);
+
 }  // namespace patchconv

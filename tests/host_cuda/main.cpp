@@ -23,6 +23,7 @@
 #include "core/philox.h"
 #include "cuda/kernels/dropout.h"
 #include "cuda/kernels/mask.h"
+#include "cuda/kernels/pool.h"
 #include "executor.h"
 
 namespace {
@@ -117,9 +118,37 @@ void dropout(const Case& c) {
   launch_dropout(c.type, call, nullptr);
 }
 
+// outer, inner, bytes of an offset; then for each dimension in, out, adaptive, kernel, stride, padding,
+// dilation.
+MaxPool pool_of(const Case& c) {
+  MaxPool pool;
+  pool.outer = c.integer(0);
+  pool.inner = c.integer(1);
+  pool.offset_bytes = static_cast<int>(c.integer(2));
+  for (size_t d = 0; d < 3; ++d) {
+    const auto number = [&](size_t i) { return c.integer(3 + 7 * d + i); };
+    pool.dims[d] = number(2) != 0
+                       ? PoolDim::adaptive_to(number(0), number(1))
+                       : PoolDim{number(0), number(1), false, number(3), number(4), number(5), number(6)};
+  }
+  return pool;
+}
+
 const std::map<std::string, std::function<void(const Case&)>> kKernels{
     {"dropout", dropout},
     {"mask_forward", mask_forward},
+    {"max_pool",
+     [](const Case& c) {
+       launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), false, nullptr);
+     }},
+    {"max_pool_take",
+     [](const Case& c) {
+       launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), true, nullptr);
+     }},
+    {"max_pool_backward",
+     [](const Case& c) {
+       launch_max_pool_backward(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), nullptr);
+     }},
     {"mask_backward", mask_backward},
 };
 

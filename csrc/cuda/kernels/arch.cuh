@@ -60,6 +60,8 @@ PATCHCONV_DEVICE float to_float(Half x) {
 }
 PATCHCONV_DEVICE float to_float(BFloat16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 
+constexpr float kInfinity = __builtin_huge_valf();
+
 // Rounded to nearest even.
 template <typename T>
 PATCHCONV_DEVICE T from_float(float x);

@@ -51,6 +51,8 @@ PATCHCONV_DEVICE float to_float(BFloat16 x) {
   return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
+constexpr float kInfinity = __builtin_huge_valf();
+
 template <typename T>
 PATCHCONV_DEVICE T from_float(float x);
 template <>
