@@ -232,16 +232,16 @@ def lean(data: dict[str, Any]) -> str:
 
 def lean_error(data: dict[str, Any]) -> str:
     text = (
-        "Error of all parameters' gradients, relative to stock's in float64: mean over the pictures, and in units of "
+        "Error of all parameters' gradients, relative to stock's in float64: median of the pictures, and in units of "
         "stock's in float32 (each picture's).\n"
     )
     lines = []
     for row in data["rows"]:
-        cells = [row["model"], f"{row['mean']['stock']:.2e}"]
+        cells = [row["model"], f"{row['median']['stock']:.2e}"]
         for form in ("convert", "functional"):
             each = zip(row["errors"][form], row["errors"]["stock"], strict=True)
             cells.append(
-                f"{row['mean'][form] / row['mean']['stock']:.2f} ({', '.join(f'{a / b:.2f}' for a, b in each)})"
+                f"{row['median'][form] / row['median']['stock']:.2f} ({', '.join(f'{a / b:.2f}' for a, b in each)})"
             )
         lines.append([*cells, verdict(row["met"]), "yes" if row["same_without_recompute"] else "NO"])
     head = [
