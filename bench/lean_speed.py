@@ -25,7 +25,7 @@ from .resnet import training_step
 TARGET, RATE = 1.03, 0.9
 RELU = (0, 0.0, 0.0)  # csrc/core/mask.h
 STEPS = {"resnet18": 8, "vgg16_bn": 4}  # model: batch
-SECONDS = {"full": 60.0, "small": 5.0, "tiny": 0.1}
+SECONDS = {"full": 45.0, "small": 5.0, "tiny": 0.1}
 ELEMENTS = {"full": 64 * MIB, "small": 4 * MIB, "tiny": MIB // 4}
 
 
