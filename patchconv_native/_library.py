@@ -126,9 +126,9 @@ def _rebuild_command() -> str:
     )
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def plain_eager(*tensors: Any) -> bool:
     """Whether every argument is a plain tensor (or not given), in eager mode: what the operators themselves serve."""
-    return all(t is None or type(t) in _PLAIN for t in tensors) and not torch.compiler.is_compiling()
+    return all(t is None or type(t) in PLAIN for t in tensors) and not torch.compiler.is_compiling()

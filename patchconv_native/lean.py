@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from . import functional
 from . import lean_functional as lean_f
+from ._library import PLAIN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -124,9 +124,6 @@ def _table() -> dict[Any, Callable[..., Any]]:
     return table
 
 
-_PLAIN = frozenset((Tensor, Parameter))
-
-
 class _Redirect(TorchFunctionMode):
     """Calls this package's functions, but what a checkpoint runs is left as it is: it must run the same again later,
     outside of the block. (Layers, and functions that enter `lean()` themselves, do so both times.)
@@ -143,7 +140,7 @@ class _Redirect(TorchFunctionMode):
     ) -> Any:
         ours = self.table.get(func)
         kwargs = kwargs or {}
-        if ours is None or "out" in kwargs or not _PLAIN.issuperset(types) or _surroundings() != self._outside:
+        if ours is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._outside:
             return func(*args, **kwargs)
         return ours(*args, **kwargs)
 

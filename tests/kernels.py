@@ -36,6 +36,10 @@ def program() -> Path:
     return BUILD / "host_cuda"
 
 
+class Fault(AssertionError):
+    """What the executor or a sanitizer found."""
+
+
 @dataclass
 class Memory:
     """A buffer: a tensor's elements in the order they lie in, at an address this many bytes off an aligned one. With
@@ -77,7 +81,8 @@ def run(calls: Sequence[Call]) -> list[list[Tensor | None]]:
                     if memory.values is not None:
                         data.write(_bytes(memory.values))
         done = subprocess.run([str(program()), folder], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        if done.returncode != 0:
+            raise Fault(done.stderr)
         result = memoryview((place / "result").read_bytes())
     found: list[list[Tensor | None]] = []
     for call in calls:

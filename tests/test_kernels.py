@@ -60,6 +60,31 @@ def same(got: Tensor, want: Tensor, what: Any) -> None:
     assert torch.equal(got.nan_to_num(), want.nan_to_num()), what
 
 
+def test_the_executor():
+    """Shuffles, shared memory and barriers, over blocks in shuffled order."""
+    x = torch.randint(0, 100, (7, 96)).float()
+    ((_, sums),) = kernels.run([Call("selftest_sum", torch.float32, [7], [Memory(x), Memory(torch.zeros(7))])])
+    assert torch.equal(sums, x.sum(1))
+
+
+FAULTS = [
+    "thread 0 waits at a barrier for threads that do not come",
+    "thread 0 waits at a shuffle for threads that do not come",
+    "use-after-poison", "heap-buffer-overflow",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number,text", list(enumerate(FAULTS)), ids=["barrier", "shuffle", "shared", "global"])
+def test_the_executor_finds_faults(number, text):
+    with pytest.raises(kernels.Fault, match=text):
+        kernels.run([Call("selftest_fault", torch.float32, [number], [Memory(torch.zeros(96))])])
+
+
+def test_shared_memory_holds_no_zeros_that_nobody_wrote():
+    ((y,),) = kernels.run([Call("selftest_fault", torch.float32, [4], [Memory(torch.zeros(96))])])
+    assert (y.view(torch.int32) == -0x58585859).all()  # 0xa7 in every byte
+
+
 @DTYPES
 @pytest.mark.parametrize("kind", MASKS)
 def test_mask_forward(kind, dtype):

@@ -260,11 +260,11 @@ def test_checkpoints_inside_converted_code(device, reentrant):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.3)
+            self.conv, self.norm, self.act = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish()
 
         def body(self, x: Tensor) -> Tensor:
             y = F.relu(self.norm(self.conv(x)))
-            return F.dropout(self.drop(torch.cat([y, x], 1)), 0.2, self.training)
+            return F.silu(self.act(torch.cat([y, x], 1)))
 
         def forward(self, x: Tensor) -> Tensor:
             return F.relu(checkpoint(self.body, x * 1, use_reentrant=reentrant)) if self.checkpointed else self.body(x)
@@ -282,7 +282,7 @@ def test_checkpoints_inside_converted_code(device, reentrant):
         found.append([x.grad, *(p.grad for p in model.parameters())])
         model.zero_grad()
     for with_it, without in zip(*found, strict=True):
-        assert with_it.shape == without.shape and with_it.isfinite().all() and with_it.abs().sum() > 0
+        torch.testing.assert_close(with_it, without)
 
 
 def test_dropout_masks_agree_in_a_checkpoint_inside_of_lean(device):

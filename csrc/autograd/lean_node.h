@@ -96,10 +96,6 @@ class LeanNode : public torch::autograd::Node {
   bool made_under(const void* hooks) const { return hooks_ == hooks; }
   at::Tensor value(bool* fresh = nullptr);
 
-  // What secure() would save. Filled without side effects by plan(), which says whether it suffices.
-  struct Plan;
-  bool plan(Plan& plan, int depth);
-
   std::string name() const override { return name_; }
   variable_list apply(variable_list&& grads) final;
   void release_variables() final;
@@ -130,6 +126,10 @@ class LeanNode : public torch::autograd::Node {
   at::Tensor with_flat_slope(const at::Tensor& grad_input) const;
 
  private:
+  // What secure() would save. Filled without side effects by plan(), which says whether it suffices.
+  struct Plan;
+  bool plan(Plan& plan, int depth);
+
   const char* name_;
   bool released_ = false;
   bool known_ = false;  // whether anything may link to the output, which was:

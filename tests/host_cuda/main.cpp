@@ -25,6 +25,7 @@
 #include "cuda/kernels/mask.h"
 #include "cuda/kernels/pool.h"
 #include "executor.h"
+#include "selftest.h"
 
 namespace {
 
@@ -135,6 +136,12 @@ MaxPool pool_of(const Case& c) {
 }
 
 const std::map<std::string, std::function<void(const Case&)>> kKernels{
+    {"selftest_sum",
+     [](const Case& c) { host_cuda::launch_sum(c.buffer<float>(0), c.buffer<float>(1), c.integer(0)); }},
+    {"selftest_fault",
+     [](const Case& c) {
+       host_cuda::launch_fault(static_cast<host_cuda::Fault>(c.integer(0)), c.buffer<float>(0));
+     }},
     {"dropout", dropout},
     {"mask_forward", mask_forward},
     {"max_pool",

@@ -1,12 +1,13 @@
 // What device code is made of: where a thread is, how the threads of a warp and of a block meet, the number
-// formats, loads and stores of several elements, and every line of inline PTX. Kernels use these names and no
-// intrinsics of their own, so that the same sources run on a CPU (tests/host_cuda has another file of this
-// name, first on the include path).
+// formats, and every line of inline PTX. Kernels use these names and no intrinsics of their own, so that the
+// same sources run on a CPU (tests/host_cuda has another file of this name, first on the include path).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "cuda/kernels/stream.h"
 
 namespace patchconv::kernels {
 
@@ -18,11 +19,8 @@ constexpr int kWarp = 32;
 // Where a thread is
 
 PATCHCONV_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
-PATCHCONV_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }
 PATCHCONV_DEVICE int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 PATCHCONV_DEVICE int64_t block_x() { return blockIdx.x; }
-PATCHCONV_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
-PATCHCONV_DEVICE int64_t blocks_x() { return gridDim.x; }
 
 // The block's shared memory, of the size that the launch asked for.
 template <typename T>
@@ -38,19 +36,9 @@ PATCHCONV_DEVICE void block_barrier() { __syncthreads(); }
 PATCHCONV_DEVICE uint32_t shuffle_xor(uint32_t value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
 }
-PATCHCONV_DEVICE float shuffle_xor(float value, int lanes) {
-  return __shfl_xor_sync(0xffffffffu, value, lanes);
-}
 
 // ---------------------------------------------------------------------------------------------------------
 // Number formats. Half precision is bits; arithmetic is in float.
-
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
 PATCHCONV_DEVICE float to_float(Half x) {
@@ -88,22 +76,5 @@ PATCHCONV_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 
 // The high and the low half of a product.
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
-
-// ---------------------------------------------------------------------------------------------------------
-// Several elements at once: 16 bytes a lane, or what is left of them. `p` of a whole vector is aligned to it.
-
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vec {
-  T at[kCount];
-};
-
-template <typename V>
-PATCHCONV_DEVICE V load_whole(const void* p) {
-  return *static_cast<const V*>(p);
-}
-template <typename V>
-PATCHCONV_DEVICE void store_whole(void* p, const V& v) {
-  *static_cast<V*>(p) = v;
-}
 
 }  // namespace patchconv::kernels

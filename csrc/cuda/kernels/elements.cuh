@@ -9,6 +9,21 @@ namespace patchconv::kernels {
 
 constexpr int kElementThreads = 256;
 
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Vec {
+  T at[kCount];
+};
+
+// `p` is aligned to V: anything else is an error, on the device and under UndefinedBehaviorSanitizer.
+template <typename V>
+PATCHCONV_DEVICE V load_whole(const void* p) {
+  return *static_cast<const V*>(p);
+}
+template <typename V>
+PATCHCONV_DEVICE void store_whole(void* p, const V& v) {
+  *static_cast<V*>(p) = v;
+}
+
 template <typename T>
 struct Elements {
   static constexpr int kCount = 16 / sizeof(T);  // of a piece

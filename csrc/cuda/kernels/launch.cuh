@@ -10,14 +10,6 @@
 
 namespace patchconv::kernels {
 
-// Blocks of a grid that one launch may have along x.
-constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-
-struct Grid {
-  int64_t x = 1;
-  int y = 1;
-};
-
 // Starts kernel(arguments...) in blocks of `threads`, each with `shared_bytes` of shared memory; nothing for
 // an empty grid. Throws LaunchError.
 template <typename... Parameters, typename... Arguments>

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/kernels/stream.h"
 #include "executor.h"
 
 #define __global__
@@ -19,11 +20,8 @@ namespace patchconv::kernels {
 constexpr int kWarp = 32;
 
 PATCHCONV_DEVICE int thread_index() { return host_cuda::here().thread; }
-PATCHCONV_DEVICE int block_threads() { return host_cuda::here().threads; }
 PATCHCONV_DEVICE int lane_index() { return host_cuda::here().thread % kWarp; }
 PATCHCONV_DEVICE int64_t block_x() { return host_cuda::here().block_x; }
-PATCHCONV_DEVICE int block_y() { return host_cuda::here().block_y; }
-PATCHCONV_DEVICE int64_t blocks_x() { return host_cuda::here().blocks_x; }
 
 template <typename T>
 PATCHCONV_DEVICE T* shared_memory() {
@@ -37,13 +35,6 @@ PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return std::bit_cast<T>(
       static_cast<uint32_t>(host_cuda::shuffle_xor(std::bit_cast<uint32_t>(value), lanes)));
 }
-
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
 PATCHCONV_DEVICE float to_float(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
@@ -76,21 +67,6 @@ PATCHCONV_DEVICE float add(float a, float b) { return a + b; }
 
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
-}
-
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Vec {
-  T at[kCount];
-};
-
-// A pointer that is not aligned is an error here, as it is on the device (UndefinedBehaviorSanitizer).
-template <typename V>
-PATCHCONV_DEVICE V load_whole(const void* p) {
-  return *static_cast<const V*>(p);
-}
-template <typename V>
-PATCHCONV_DEVICE void store_whole(void* p, const V& v) {
-  *static_cast<V*>(p) = v;
 }
 
 }  // namespace patchconv::kernels

@@ -9,13 +9,6 @@
 
 namespace patchconv::kernels {
 
-constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-
-struct Grid {
-  int64_t x = 1;
-  int y = 1;
-};
-
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t shared_bytes, Stream /*stream*/,
             Arguments&&... arguments) {
