@@ -267,7 +267,8 @@ def test_checkpoints_inside_converted_code(device, reentrant):
             return F.silu(self.act(torch.cat([y, x], 1)))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.relu(checkpoint(self.body, x * 1, use_reentrant=reentrant)) if self.checkpointed else self.body(x)
+            x = x * 1
+            return F.relu(checkpoint(self.body, x, use_reentrant=reentrant) if self.checkpointed else self.body(x))
 
         checkpointed = True
 
