@@ -195,6 +195,26 @@ class TestMeasure:
         assert times == sorted(times) and len(times) > 5 and times[-1] == pytest.approx(measured.seconds)
         assert 0.1 <= measured.seconds < 5
 
+    def test_free_memory_kept_by_the_heap_does_not_count(self) -> None:
+        """Blocks that fit into a hole of the heap stay resident when they are freed."""
+        program = """
+import ctypes
+
+from patchconv_native.demo import measure
+from tests.test_demo import MIB, TestMeasure
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: everything goes to the heap
+hole, lid = libc.malloc(200 * MIB), libc.malloc(1000)
+libc.free(hole)
+measured = measure.measure(TestMeasure._work, measure.HostMeter())[1]
+print(measured.peak // MIB, measured.curve[-1][1] // MIB)
+"""
+        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        peak, left = map(int, done.stdout.split())
+        assert peak == pytest.approx(128, abs=4) and left == pytest.approx(32, abs=4)
+
     def test_an_earlier_peak_does_not_count(self) -> None:
         torch.ones(256 * MIB // 4).sum()
         assert measure.measure(self._work, measure.HostMeter())[1].peak < 140 * MIB

@@ -32,6 +32,7 @@ class Meter(Protocol):
     """What tells how much memory is in use, in bytes."""
 
     def now(self) -> int: ...
+    def trim(self) -> None: ...
     def reset_peak(self) -> None: ...
     def peak(self) -> int: ...
     def synchronize(self) -> None: ...
@@ -50,11 +51,13 @@ class HostMeter:
     def now(self) -> int:
         return int(os.pread(self._statm, 256, 0).split()[1]) * self._page
 
-    def reset_peak(self) -> None:
-        # Free pages that the heap has kept would hide as much of what the work takes.
+    def trim(self) -> None:
+        """Gives back free pages that the heap has kept: they would hide as much of what the work takes."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+    def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
@@ -72,6 +75,9 @@ class CudaMeter:
 
     def now(self) -> int:
         return torch.cuda.memory_allocated()
+
+    def trim(self) -> None:
+        """What the allocator keeps free does not count as allocated."""
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -118,6 +124,7 @@ def measure(
     then, from the sampling thread, with the bytes in use.
     """
     meter.synchronize()
+    meter.trim()
     meter.reset_peak()
     before = meter.now()
     sampler = _Sampler(meter, before, watch)
@@ -127,6 +134,7 @@ def measure(
         meter.synchronize()
         seconds = [time.perf_counter() - start]
     peak = meter.peak() - before
+    meter.trim()
     curve = [point for point in sampler.curve if point[0] < seconds[0]] + [(seconds[0], meter.now() - before)]
     for _ in range(repeats - 1):
         del result  # two at once may not fit
