@@ -23,6 +23,7 @@
 #include "core/philox.h"
 #include "cuda/kernels/dropout.h"
 #include "cuda/kernels/mask.h"
+#include "cuda/kernels/norm.h"
 #include "cuda/kernels/pool.h"
 #include "executor.h"
 #include "selftest.h"
@@ -135,6 +136,50 @@ MaxPool pool_of(const Case& c) {
   return pool;
 }
 
+// images, channels, pixels, groups, channels_last, eps, momentum; then activation and training.
+NormShape norm_of(const Case& c) {
+  return {c.integer(0), c.integer(1), c.integer(2), c.integer(3), c.integer(4) != 0};
+}
+
+// mean, var, weight and bias from buffer `first` on.
+NormAffine affine_of(const Case& c, size_t first) {
+  return {c.buffer<const float>(first), c.buffer<const float>(first + 1), c.buffer<const float>(first + 2),
+          c.buffer<const float>(first + 3), static_cast<float>(c.number(5))};
+}
+
+// Memory of exactly `floats`, of no value.
+struct Floats {
+  explicit Floats(int64_t floats) : data(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4))) {}
+  ~Floats() { std::free(data); }
+  Floats(const Floats&) = delete;
+  float* data;
+};
+
+void norm_statistics(const Case& c) {
+  const Floats workspace(norm_statistics_workspace(c.type, norm_of(c)));
+  const NormStatistics call{c.buffer(0),
+                            workspace.data,
+                            c.buffer<float>(1),
+                            c.buffer<float>(2),
+                            c.buffer<float>(3),
+                            c.buffer<float>(4),
+                            static_cast<float>(c.number(6))};
+  launch_norm_statistics(c.type, norm_of(c), call, nullptr);
+}
+
+void norm_map(const Case& c) {
+  launch_norm_map(c.type, norm_of(c), affine_of(c, 2), static_cast<Activation>(c.integer(7)), c.buffer(0),
+                  c.buffer(1), nullptr);
+}
+
+void norm_backward(const Case& c) {
+  const Floats workspace(norm_backward_workspace(c.type, norm_of(c)));
+  const NormBackward call{c.buffer(0), c.buffer(1),        c.integer(8) != 0, workspace.data,
+                          c.buffer(6), c.buffer<float>(7), c.buffer<float>(8)};
+  launch_norm_backward(c.type, norm_of(c), affine_of(c, 2), static_cast<Activation>(c.integer(7)), call,
+                       nullptr);
+}
+
 const std::map<std::string, std::function<void(const Case&)>> kKernels{
     {"selftest_sum",
      [](const Case& c) { host_cuda::launch_sum(c.buffer<float>(0), c.buffer<float>(1), c.integer(0)); }},
@@ -144,6 +189,9 @@ const std::map<std::string, std::function<void(const Case&)>> kKernels{
      }},
     {"dropout", dropout},
     {"mask_forward", mask_forward},
+    {"norm_backward", norm_backward},
+    {"norm_map", norm_map},
+    {"norm_statistics", norm_statistics},
     {"max_pool",
      [](const Case& c) {
        launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), false, nullptr);

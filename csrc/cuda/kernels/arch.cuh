@@ -21,6 +21,7 @@ constexpr int kWarp = 32;
 PATCHCONV_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 PATCHCONV_DEVICE int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 PATCHCONV_DEVICE int64_t block_x() { return blockIdx.x; }
+PATCHCONV_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 
 // The block's shared memory, of the size that the launch asked for.
 template <typename T>
@@ -33,7 +34,8 @@ PATCHCONV_DEVICE T* shared_memory() {
 // How threads meet: all of a warp or of a block, none left out
 
 PATCHCONV_DEVICE void block_barrier() { __syncthreads(); }
-PATCHCONV_DEVICE uint32_t shuffle_xor(uint32_t value, int lanes) {
+template <typename T>
+PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
 }
 
@@ -74,7 +76,12 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
 PATCHCONV_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 PATCHCONV_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 
-// The high and the low half of a product.
+// Rounded once.
+PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+PATCHCONV_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
+PATCHCONV_DEVICE float exponential(float x) { return expf(x); }
+
+// The high half of a product.
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
 }  // namespace patchconv::kernels

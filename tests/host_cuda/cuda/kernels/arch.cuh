@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -22,6 +23,7 @@ constexpr int kWarp = 32;
 PATCHCONV_DEVICE int thread_index() { return host_cuda::here().thread; }
 PATCHCONV_DEVICE int lane_index() { return host_cuda::here().thread % kWarp; }
 PATCHCONV_DEVICE int64_t block_x() { return host_cuda::here().block_x; }
+PATCHCONV_DEVICE int block_y() { return host_cuda::here().block_y; }
 
 template <typename T>
 PATCHCONV_DEVICE T* shared_memory() {
@@ -31,9 +33,9 @@ PATCHCONV_DEVICE T* shared_memory() {
 PATCHCONV_DEVICE void block_barrier() { host_cuda::block_barrier(); }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
-  static_assert(sizeof(T) == 4 && std::is_arithmetic_v<T>);
-  return std::bit_cast<T>(
-      static_cast<uint32_t>(host_cuda::shuffle_xor(std::bit_cast<uint32_t>(value), lanes)));
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+  return std::bit_cast<T>(static_cast<Bits>(host_cuda::shuffle_xor(std::bit_cast<Bits>(value), lanes)));
 }
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
@@ -64,6 +66,10 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
 // Compiled with -ffp-contract=off.
 PATCHCONV_DEVICE float multiply(float a, float b) { return a * b; }
 PATCHCONV_DEVICE float add(float a, float b) { return a + b; }
+
+PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
+PATCHCONV_DEVICE float square_root(float x) { return std::sqrt(x); }
+PATCHCONV_DEVICE float exponential(float x) { return std::exp(x); }
 
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);

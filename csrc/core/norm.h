@@ -1,0 +1,28 @@
+// What a normalisation by channel or group of channels is over, and what may follow it in the same pass.
+#pragma once
+
+#include <cstdint>
+
+namespace patchconv {
+
+// y of z = (x - mean) / sqrt(var + eps) * weight + bias.
+enum class Activation : int64_t {
+  kNone = 0,  // z
+  kRelu = 1,  // z <= 0 ? 0 : z
+  kSilu = 2,  // z / (1 + exp(-z))
+};
+
+// A tensor of (images, channels, pixels), dense in that order or, with channels_last, as (images, pixels,
+// channels). Its elements share a mean and a variance by channel, over all images (groups = 0: batch norm),
+// or in each image by group of neighbouring channels (group norm; instance norm where groups = channels).
+struct NormShape {
+  int64_t images = 0, channels = 0, pixels = 0;
+  int64_t groups = 0;
+  bool channels_last = false;
+
+  int64_t statistics() const { return groups == 0 ? channels : images * groups; }
+  int64_t elements() const { return images * channels * pixels; }
+  int64_t share() const { return elements() / statistics(); }  // elements of one statistic
+};
+
+}  // namespace patchconv

@@ -1,0 +1,201 @@
+// What the kernels of norm_statistics.cu, norm_map.cu and norm_backward.cu share: who reads which elements,
+// and the numbers of a channel.
+//
+// Planes are rows of elements that share their numbers: a team, a warp or a whole block, takes a part of one.
+// In channels_last a thread takes one 16-byte piece of channels and goes down the pixels with it, side by
+// side with the threads of the neighbouring pieces; a block takes a chunk of one image's pixels.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/kernels/elements.cuh"
+#include "cuda/kernels/norm.h"
+
+namespace patchconv::kernels {
+
+constexpr int kNormThreads = 256;
+constexpr int64_t kBusy = 4096;  // teams, or blocks of pixels, past which each may take more than one step
+
+inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Sizes that kernels count with; of batch norm in channels_last all images are one.
+struct NormSizes {
+  int64_t channels, pixels, images;
+  int64_t groups;            // 0: the statistics are the channels'
+  int64_t channels_a_group;  // where there are groups
+
+  PATCHCONV_DEVICE int64_t statistic(int64_t image, int64_t channel) const {
+    return groups == 0 ? channel : image * groups + channel / channels_a_group;
+  }
+};
+
+inline NormSizes sizes_of(const NormShape& shape) {
+  const int64_t a_group = shape.groups == 0 ? 1 : shape.channels / shape.groups;
+  if (shape.channels_last && shape.groups == 0) {
+    return {shape.channels, shape.images * shape.pixels, 1, 0, a_group};
+  }
+  return {shape.channels, shape.pixels, shape.images, shape.groups, a_group};
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Planes
+
+struct Rows {
+  int64_t rows, length;  // elements of each
+  int64_t part, parts;   // elements of a part, parts of a row
+  bool aligned;          // every row begins at a multiple of 16 bytes
+  int team;              // threads: 32 or kNormThreads
+
+  int64_t teams() const { return rows * parts; }
+  int64_t blocks() const { return divided_up(teams(), kNormThreads / team); }
+};
+
+// Elements that a team takes at a time.
+template <typename T>
+constexpr int64_t row_step(int team) {
+  return int64_t{team} * Elements<T>::kVectors * Elements<T>::kCount;
+}
+
+// `whole`: parts are as long as needed to have no more than a few for each row. Otherwise one step each.
+template <typename T>
+Rows rows_of(int64_t rows, int64_t length, bool aligned, bool whole) {
+  Rows result{rows, length, 0, 0, aligned && length % Elements<T>::kCount == 0, 0};
+  result.team = length * static_cast<int64_t>(sizeof(T)) > 4096 ? kNormThreads : kWarp;
+  const int64_t step = row_step<T>(result.team);
+  int64_t steps = 1;
+  if (whole) {
+    const int64_t all = divided_up(length, step);
+    steps = result.team == kWarp ? all : rows * all / kBusy;
+    steps = steps < 1 ? 1 : steps > 64 ? 64 : steps;
+  }
+  result.part = steps * step;
+  result.parts = divided_up(length, result.part);
+  return result;
+}
+
+// A team's part. Teams past the last have none, but stay for what their block does together.
+struct RowPart {
+  int64_t row, begin, end;
+  int64_t number;
+};
+
+template <int kTeam>
+PATCHCONV_DEVICE RowPart row_part(const Rows& rows) {
+  const int64_t number = block_x() * (kNormThreads / kTeam) + thread_index() / kTeam;
+  if (number >= rows.rows * rows.parts) return {0, 0, 0, -1};
+  const int64_t row = rows.parts == 1 ? number : number / rows.parts;
+  const int64_t begin = (number - row * rows.parts) * rows.part, end = begin + rows.part;
+  return {row, begin, end < rows.length ? end : rows.length, number};
+}
+
+// First element of this thread's piece `v` of the step that begins at `begin`.
+template <typename T, int kTeam>
+PATCHCONV_DEVICE int64_t piece_at(int64_t begin, int v) {
+  return begin + (v * kTeam + thread_index() % kTeam) * Elements<T>::kCount;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// channels_last
+
+struct Pixels {
+  int64_t chunk, chunks;  // pixels of a chunk, chunks of an image
+  int across;             // threads side by side along the channels: a power of 2
+  bool aligned;           // every pixel begins at a multiple of 16 bytes
+
+  int down() const { return kNormThreads / across; }
+};
+
+// `kAtOnce` pixels a thread and step; `whole` as above.
+template <typename T>
+Pixels pixels_of(const NormSizes& n, bool aligned, bool whole, int at_once) {
+  constexpr int kCount = Elements<T>::kCount;
+  const int64_t pieces = divided_up(n.channels, kCount);
+  int across = 1;
+  while (across < kWarp && across < pieces) across *= 2;
+  const int64_t step = int64_t{kNormThreads / across} * at_once;
+  int64_t steps = 4;
+  if (whole) {
+    steps = n.images * divided_up(n.pixels, step) * divided_up(pieces, across) / kBusy;
+    steps = steps < 4 ? 4 : steps > 4096 ? 4096 : steps;
+  }
+  return {steps * step, divided_up(n.pixels, steps * step), across, aligned && n.channels % kCount == 0};
+}
+
+inline Grid grid_of(const NormSizes& n, const Pixels& pixels, int count) {
+  return {n.images * pixels.chunks, static_cast<int>(divided_up(n.channels, int64_t{count} * pixels.across))};
+}
+
+// What a thread of a block of pixels does: its channels, of `left` that there are, in pixels first, first +
+// down, ... below end.
+struct PixelPart {
+  int64_t image, chunk;
+  int64_t channel;
+  int left;
+  int64_t first, end;
+};
+
+template <typename T>
+PATCHCONV_DEVICE PixelPart pixel_part(const NormSizes& n, const Pixels& pixels) {
+  constexpr int kCount = Elements<T>::kCount;
+  PixelPart part;
+  part.image = n.images == 1 ? 0 : block_x() / pixels.chunks;
+  part.chunk = block_x() - part.image * pixels.chunks;
+  const int across = thread_index() % pixels.across, row = thread_index() / pixels.across;
+  part.channel = (static_cast<int64_t>(block_y()) * pixels.across + across) * kCount;
+  const int64_t left = n.channels - part.channel;
+  part.left = left < 0 ? 0 : left < kCount ? static_cast<int>(left) : kCount;
+  const int64_t begin = part.chunk * pixels.chunk, end = begin + pixels.chunk;
+  part.first = begin + row;
+  part.end = end < n.pixels ? end : n.pixels;
+  return part;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// The numbers of a channel
+
+struct Coefficients {
+  float mean, scale, bias;
+
+  PATCHCONV_DEVICE float map(float x) const { return multiply_add(x - mean, scale, bias); }
+};
+
+PATCHCONV_DEVICE float inverse_deviation(const NormAffine& affine, int64_t statistic) {
+  return 1 / square_root(affine.var[statistic] + affine.eps);
+}
+
+PATCHCONV_DEVICE Coefficients coefficients(const NormAffine& affine, int64_t statistic, int64_t channel) {
+  const float invstd = inverse_deviation(affine, statistic);
+  return {affine.mean[statistic], affine.weight == nullptr ? invstd : invstd * affine.weight[channel],
+          affine.bias == nullptr ? 0 : affine.bias[channel]};
+}
+
+// Without SiLU: 0 where z <= floor. ReLU's floor is 0; no activation is one that nothing is below, NaN.
+inline float floor_of(Activation activation) {
+  return activation == Activation::kRelu ? 0 : __builtin_nanf("");
+}
+
+template <bool kSilu>
+PATCHCONV_DEVICE float activated(float z, float floor) {
+  if constexpr (kSilu) return z / (1 + exponential(-z));
+  return z <= floor ? 0 : z;
+}
+
+// The gradient of z. ReLU looks at what the forward pass stored, rounded to T: what became 0 there passes
+// none.
+template <typename T, bool kSilu>
+PATCHCONV_DEVICE float before_activation(float grad, float z, float floor) {
+  if constexpr (kSilu) {
+    const float sigmoid = 1 / (1 + exponential(-z));
+    return grad * (sigmoid * multiply_add(z, 1 - sigmoid, 1.0f));
+  }
+  return to_float(from_float<T>(z)) <= floor ? 0 : grad;
+}
+
+// Calls use(std::bool_constant<whether it is SiLU>()).
+template <typename Use>
+void with_silu(Activation activation, Use use) {
+  if (activation == Activation::kSilu) return use(std::true_type());
+  use(std::false_type());
+}
+
+}  // namespace patchconv::kernels

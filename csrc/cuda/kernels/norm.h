@@ -1,0 +1,55 @@
+// Batch, instance and group norm on the device, with an activation in the same pass (core/norm.h). Statistics
+// and parameters are float32, one of each a statistic or a channel; sums are made in float32 over parts and
+// put together in float64, in an order that follows from the shape alone.
+#pragma once
+
+#include <cstdint>
+
+#include "core/norm.h"
+#include "cuda/kernels/stream.h"
+
+namespace patchconv::kernels {
+
+// z = (x - mean) / sqrt(var + eps) * weight + bias.
+struct NormAffine {
+  const float* mean = nullptr;
+  const float* var = nullptr;
+  const float* weight = nullptr;  // nothing: 1
+  const float* bias = nullptr;    // nothing: 0
+  float eps = 0;
+};
+
+// The mean and the biased variance of the elements that share them. For batch norm the running statistics are
+// moved by `momentum` if they are given, the variance's by the unbiased one.
+struct NormStatistics {
+  const void* x = nullptr;
+  float* workspace = nullptr;  // norm_statistics_workspace() floats
+  float* mean = nullptr;
+  float* var = nullptr;
+  float* running_mean = nullptr;
+  float* running_var = nullptr;
+  float momentum = 0;
+};
+int64_t norm_statistics_workspace(Type type, const NormShape& shape);
+void launch_norm_statistics(Type type, const NormShape& shape, const NormStatistics& call, Stream stream);
+
+// y = activation(z): one read and one write. y may be x.
+void launch_norm_map(Type type, const NormShape& shape, const NormAffine& affine, Activation activation,
+                     const void* x, void* y, Stream stream);
+
+// Gradients of that map. `training`: also through the statistics, which are then those of x. What is null is
+// not computed.
+struct NormBackward {
+  const void* grad = nullptr;
+  const void* x = nullptr;
+  bool training = true;
+  float* workspace = nullptr;  // norm_backward_workspace() floats
+  void* grad_input = nullptr;
+  float* grad_weight = nullptr;
+  float* grad_bias = nullptr;
+};
+int64_t norm_backward_workspace(Type type, const NormShape& shape);
+void launch_norm_backward(Type type, const NormShape& shape, const NormAffine& affine, Activation activation,
+                          const NormBackward& call, Stream stream);
+
+}  // namespace patchconv::kernels

@@ -1,0 +1,414 @@
+// Gradients of a norm and its activation: one read of the gradient and of the input for their sums by
+// channel, a second one and a write for the input's gradient. What the forward pass mapped is made again from
+// the input, so neither it nor a mask is kept. Sums are float32 in a thread and a block, float64 over blocks.
+#include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/norm.cuh"
+
+namespace patchconv::kernels {
+
+namespace {
+
+// Over some elements: of the gradient of z, and of its product with x - mean.
+struct Sums {
+  float grad, product;
+};
+
+PATCHCONV_DEVICE Sums added(const Sums& a, const Sums& b) { return {a.grad + b.grad, a.product + b.product}; }
+
+// Budget: 96 registers, 64 bytes of shared memory.
+template <typename T, bool kSilu, int kTeam>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_sums_rows_kernel(NormSizes n, Rows rows, NormAffine affine, float floor, const T* grad, const T* x,
+                          Sums* out) {
+  using E = Elements<T>;
+  constexpr int kVectors = E::kVectors / 2;  // of two tensors
+  const RowPart part = row_part<kTeam>(rows);
+  Sums all{0, 0};
+  if (part.number >= 0) {
+    const int64_t image = part.row / n.channels, channel = part.row - image * n.channels;
+    const Coefficients numbers = coefficients(affine, n.statistic(image, channel), channel);
+    const int64_t row = part.row * rows.length;
+    for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
+      const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
+      typename E::Piece grads[kVectors], xs[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t place = piece_at<T, kTeam>(begin, v);
+        grads[v] = E::load(grad + row, place, part.end, whole);  // 0 past the end
+        xs[v] = E::load(x + row, place, part.end, whole);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t place = piece_at<T, kTeam>(begin, v);
+#pragma unroll
+        for (int i = 0; i < E::kCount; ++i) {
+          if (!whole && place + i >= part.end) continue;
+          const float value = to_float(xs[v].at[i]);
+          const float g = before_activation<T, kSilu>(to_float(grads[v].at[i]), numbers.map(value), floor);
+          all.grad += g;
+          all.product = multiply_add(g, value - numbers.mean, all.product);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    all = added(all, {shuffle_xor(all.grad, distance), shuffle_xor(all.product, distance)});
+  }
+  if constexpr (kTeam > kWarp) {
+    Sums* warps = shared_memory<Sums>();
+    if (lane_index() == 0) warps[thread_index() / kWarp] = all;
+    block_barrier();
+    if (thread_index() == 0) {
+      for (int w = 1; w < kTeam / kWarp; ++w) all = added(all, warps[w]);
+    }
+  }
+  if (thread_index() % kTeam == 0 && part.number >= 0) out[part.number] = all;
+}
+
+constexpr int kAtOnce = 2;
+
+// Budget: 128 registers, 16384 bytes of shared memory.
+template <typename T, bool kSilu>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_sums_pixels_kernel(NormSizes n, Pixels pixels, NormAffine affine, float floor, const T* grad,
+                            const T* x, Sums* out) {
+  using E = Elements<T>;
+  const PixelPart part = pixel_part<T>(n, pixels);
+  const int64_t base = part.image * n.pixels * n.channels + part.channel;
+  const int down = kNormThreads / pixels.across;
+  Coefficients numbers[E::kCount];
+  Sums all[E::kCount] = {};
+#pragma unroll
+  for (int i = 0; i < E::kCount; ++i) {
+    if (i >= part.left) break;
+    const int64_t channel = part.channel + i;
+    numbers[i] = coefficients(affine, n.statistic(part.image, channel), channel);
+  }
+  for (int64_t p = part.first; p < part.end && part.left > 0; p += int64_t{kAtOnce} * down) {
+    typename E::Piece grads[kAtOnce], xs[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t pixel = p + u * down;
+      if (pixel >= part.end) break;
+      grads[u] = E::load(grad + base + pixel * n.channels, 0, part.left, pixels.aligned);
+      xs[u] = E::load(x + base + pixel * n.channels, 0, part.left, pixels.aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (p + u * down >= part.end) break;
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        if (i >= part.left) break;
+        const float value = to_float(xs[u].at[i]);
+        const float g = before_activation<T, kSilu>(to_float(grads[u].at[i]), numbers[i].map(value), floor);
+        all[i].grad += g;
+        all[i].product = multiply_add(g, value - numbers[i].mean, all[i].product);
+      }
+    }
+  }
+  // [row][channel] of the block; each channel's are put together by one thread.
+  const int width = pixels.across * E::kCount;
+  Sums* sums = shared_memory<Sums>();
+  const int row = thread_index() / pixels.across, across = thread_index() % pixels.across;
+#pragma unroll
+  for (int i = 0; i < E::kCount; ++i) sums[row * width + across * E::kCount + i] = all[i];
+  block_barrier();
+  for (int k = thread_index(); k < width; k += kNormThreads) {
+    const int64_t channel = static_cast<int64_t>(block_y()) * width + k;
+    if (channel >= n.channels) break;
+    Sums total = sums[k];
+    for (int r = 1; r < down; ++r) total = added(total, sums[r * width + k]);
+    out[(part.image * pixels.chunks + part.chunk) * n.channels + channel] = total;
+  }
+}
+
+constexpr int kFinishThreads = 256;
+
+// Sums of `terms(i)` over i = 0 .. count - 1 by one warp, in float64, in a fixed order.
+struct Total {
+  double grad = 0, product = 0;
+};
+template <typename Terms>
+PATCHCONV_DEVICE Total warp_total(int64_t count, Terms terms) {
+  Total all;
+  for (int64_t i = lane_index(); i < count; i += kWarp) {
+    const Total term = terms(i);
+    all.grad += term.grad;
+    all.product += term.product;
+  }
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    all.grad += shuffle_xor(all.grad, distance);
+    all.product += shuffle_xor(all.product, distance);
+  }
+  return all;
+}
+
+PATCHCONV_DEVICE int64_t warp_number() {
+  return block_x() * (kFinishThreads / kWarp) + thread_index() / kWarp;
+}
+
+// Parts [outer][a][channels][b]. Of each (outer, channel) the total, a warp each. For batch norm (`last`)
+// also what follows from it: the parameters' gradients; and `totals` is times the weight.
+struct FinishSums {
+  int64_t channels, a, b, results;
+  bool last;
+};
+
+// Budget: 48 registers, 0 bytes of shared memory.
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_sums_kernel(const Sums* parts, FinishSums layout, NormAffine affine, Sums* totals,
+                       NormBackward call) {
+  const int64_t k = warp_number();
+  if (k >= layout.results) return;
+  const int64_t outer = k / layout.channels, channel = k - outer * layout.channels;
+  const Total all = warp_total(layout.a * layout.b, [&](int64_t i) {
+    const int64_t a = i / layout.b, b = i - a * layout.b;
+    const Sums& part = parts[((outer * layout.a + a) * layout.channels + channel) * layout.b + b];
+    return Total{part.grad, part.product};
+  });
+  if (lane_index() != 0) return;
+  double weight = 1;
+  if (layout.last) {
+    if (call.grad_bias != nullptr) call.grad_bias[channel] = static_cast<float>(all.grad);
+    if (call.grad_weight != nullptr) {
+      call.grad_weight[channel] = static_cast<float>(all.product * inverse_deviation(affine, channel));
+    }
+    if (affine.weight != nullptr) weight = affine.weight[channel];
+  }
+  totals[k] = {static_cast<float>(weight * all.grad), static_cast<float>(weight * all.product)};
+}
+
+// Of each group of each image, a warp each: the totals of its channels, times their weights.
+// Budget: 48 registers, 0 bytes of shared memory.
+__global__ void __launch_bounds__(kFinishThreads)
+    group_sums_kernel(const Sums* totals, NormSizes n, const float* weight, Sums* groups) {
+  const int64_t k = warp_number();
+  if (k >= n.images * n.groups) return;
+  const int64_t image = k / n.groups, first = (k - image * n.groups) * n.channels_a_group;
+  const Total all = warp_total(n.channels_a_group, [&](int64_t i) {
+    const Sums& one = totals[image * n.channels + first + i];
+    const double w = weight == nullptr ? 1 : weight[first + i];
+    return Total{w * one.grad, w * one.product};
+  });
+  if (lane_index() == 0) groups[k] = {static_cast<float>(all.grad), static_cast<float>(all.product)};
+}
+
+// Of each channel, a warp each: the parameters' gradients, over the images.
+// Budget: 48 registers, 0 bytes of shared memory.
+__global__ void __launch_bounds__(kFinishThreads)
+    parameter_sums_kernel(const Sums* totals, NormSizes n, NormAffine affine, NormBackward call) {
+  const int64_t channel = warp_number();
+  if (channel >= n.channels) return;
+  const int64_t first = n.statistic(0, channel);
+  const Total all = warp_total(n.images, [&](int64_t image) {
+    const Sums& one = totals[image * n.channels + channel];
+    const double invstd = inverse_deviation(affine, first + image * n.groups);
+    return Total{one.grad, invstd * one.product};
+  });
+  if (lane_index() != 0) return;
+  if (call.grad_bias != nullptr) call.grad_bias[channel] = static_cast<float>(all.grad);
+  if (call.grad_weight != nullptr) call.grad_weight[channel] = static_cast<float>(all.product);
+}
+
+// grad_input = by_grad * (gradient of z) + by_distance * (x - mean) + rest.
+struct Slopes {
+  Coefficients z;
+  float by_grad, by_distance, rest;
+
+  template <typename T, bool kSilu>
+  PATCHCONV_DEVICE float gradient(float grad, float x, float floor) const {
+    const float g = before_activation<T, kSilu>(grad, z.map(x), floor);
+    return multiply_add(by_grad, g, multiply_add(by_distance, x - z.mean, rest));
+  }
+};
+
+// `totals`, of the statistic: nothing where the statistics are constants.
+PATCHCONV_DEVICE Slopes slopes(const NormSizes& n, const NormAffine& affine, const Sums* totals, float each,
+                               int64_t image, int64_t channel) {
+  const int64_t statistic = n.statistic(image, channel);
+  const Coefficients z = coefficients(affine, statistic, channel);
+  if (totals == nullptr) return {z, z.scale, 0, 0};
+  const float invstd = inverse_deviation(affine, statistic);
+  const Sums total = totals[statistic];
+  return {z, z.scale, -invstd * invstd * invstd * (total.product * each), -invstd * (total.grad * each)};
+}
+
+// Budget: 96 registers, 0 bytes of shared memory.
+template <typename T, bool kSilu, int kTeam>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_gradient_rows_kernel(NormSizes n, Rows rows, NormAffine affine, float floor, const Sums* totals,
+                              float each, const T* grad, const T* x, T* out) {
+  using E = Elements<T>;
+  constexpr int kVectors = E::kVectors / 2;
+  const RowPart part = row_part<kTeam>(rows);
+  if (part.number < 0) return;
+  const int64_t image = part.row / n.channels, channel = part.row - image * n.channels;
+  const Slopes numbers = slopes(n, affine, totals, each, image, channel);
+  const int64_t row = part.row * rows.length;
+  for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
+    const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
+    typename E::Piece grads[kVectors], xs[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t place = piece_at<T, kTeam>(begin, v);
+      grads[v] = E::load(grad + row, place, part.end, whole);
+      xs[v] = E::load(x + row, place, part.end, whole);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        grads[v].at[i] =
+            from_float<T>(numbers.gradient<T, kSilu>(to_float(grads[v].at[i]), to_float(xs[v].at[i]), floor));
+      }
+      E::store(out + row, grads[v], piece_at<T, kTeam>(begin, v), part.end, whole);
+    }
+  }
+}
+
+// Budget: 128 registers, 0 bytes of shared memory.
+template <typename T, bool kSilu>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_gradient_pixels_kernel(NormSizes n, Pixels pixels, NormAffine affine, float floor,
+                                const Sums* totals, float each, const T* grad, const T* x, T* out) {
+  using E = Elements<T>;
+  const PixelPart part = pixel_part<T>(n, pixels);
+  if (part.left == 0) return;
+  Slopes numbers[E::kCount];
+#pragma unroll
+  for (int i = 0; i < E::kCount; ++i) {
+    if (i >= part.left) break;
+    numbers[i] = slopes(n, affine, totals, each, part.image, part.channel + i);
+  }
+  const int64_t base = part.image * n.pixels * n.channels + part.channel;
+  const int down = kNormThreads / pixels.across;
+  for (int64_t p = part.first; p < part.end; p += int64_t{kAtOnce} * down) {
+    typename E::Piece grads[kAtOnce], xs[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t pixel = p + u * down;
+      if (pixel >= part.end) break;
+      grads[u] = E::load(grad + base + pixel * n.channels, 0, part.left, pixels.aligned);
+      xs[u] = E::load(x + base + pixel * n.channels, 0, part.left, pixels.aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t pixel = p + u * down;
+      if (pixel >= part.end) break;
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        if (i >= part.left) break;
+        grads[u].at[i] = from_float<T>(
+            numbers[i].template gradient<T, kSilu>(to_float(grads[u].at[i]), to_float(xs[u].at[i]), floor));
+      }
+      E::store(out + base + pixel * n.channels, grads[u], 0, part.left, pixels.aligned);
+    }
+  }
+}
+
+template <typename T>
+Rows sum_rows(const NormShape& shape, bool aligned) {
+  return rows_of<T>(shape.images * shape.channels, shape.pixels, aligned, /*whole=*/true);
+}
+
+template <typename T>
+Pixels sum_pixels(const NormShape& shape, bool aligned) {
+  return pixels_of<T>(sizes_of(shape), aligned, /*whole=*/true, kAtOnce);
+}
+
+struct Workspace {
+  int64_t parts, totals, groups;  // Sums of each
+  int64_t floats() const { return 2 * (parts + totals + groups); }
+};
+
+template <typename T>
+Workspace workspace(const NormShape& shape) {
+  const NormSizes n = sizes_of(shape);
+  const int64_t parts = shape.channels_last ? n.images * sum_pixels<T>(shape, true).chunks * n.channels
+                                            : sum_rows<T>(shape, true).teams();
+  if (shape.groups == 0) return {parts, n.channels, 0};
+  return {parts, n.images * n.channels, n.images * n.groups};
+}
+
+template <typename T, bool kSilu>
+void backward(const NormShape& shape, const NormAffine& affine, float floor, const NormBackward& call,
+              Stream stream) {
+  const NormSizes n = sizes_of(shape);
+  const T* grad = static_cast<const T*>(call.grad);
+  const T* x = static_cast<const T*>(call.x);
+  T* out = static_cast<T*>(call.grad_input);
+  const bool aligned = aligned_to_pieces(grad) && aligned_to_pieces(x) && aligned_to_pieces(out);
+  const Workspace space = workspace<T>(shape);
+  Sums* const parts = reinterpret_cast<Sums*>(call.workspace);
+  Sums* const totals = parts + space.parts;
+  Sums* groups = totals + space.totals;
+  const bool through_statistics = call.training && out != nullptr;
+  const bool parameters = call.grad_weight != nullptr || call.grad_bias != nullptr;
+  const auto warps = [](int64_t count) { return Grid{divided_up(count, kFinishThreads / kWarp)}; };
+
+  if (through_statistics || parameters) {
+    FinishSums layout{n.channels, 0, 1, space.totals, shape.groups == 0};
+    if (shape.channels_last) {
+      const Pixels pixels = sum_pixels<T>(shape, aligned);
+      launch(norm_sums_pixels_kernel<T, kSilu>, grid_of(n, pixels, Elements<T>::kCount), kNormThreads,
+             int64_t{kNormThreads} * Elements<T>::kCount * static_cast<int64_t>(sizeof(Sums)), stream, n,
+             pixels, affine, floor, grad, x, parts);
+      layout.a = pixels.chunks;
+    } else {
+      const Rows rows = sum_rows<T>(shape, aligned);
+      launch(rows.team == kWarp ? norm_sums_rows_kernel<T, kSilu, kWarp>
+                                : norm_sums_rows_kernel<T, kSilu, kNormThreads>,
+             {rows.blocks()}, kNormThreads, sizeof(Sums) * (kNormThreads / kWarp), stream, n, rows, affine,
+             floor, grad, x, parts);
+      layout.a = shape.groups == 0 ? n.images : 1;
+      layout.b = rows.parts;
+    }
+    launch(finish_sums_kernel, warps(space.totals), kFinishThreads, 0, stream, parts, layout, affine, totals,
+           call);
+    if (shape.groups == 0) {
+      groups = totals;
+    } else {
+      if (parameters) {
+        launch(parameter_sums_kernel, warps(n.channels), kFinishThreads, 0, stream, totals, n, affine, call);
+      }
+      if (through_statistics) {
+        launch(group_sums_kernel, warps(space.groups), kFinishThreads, 0, stream, totals, n, affine.weight,
+               groups);
+      }
+    }
+  }
+  if (out == nullptr) return;
+  const Sums* through = through_statistics ? groups : nullptr;
+  const auto each = static_cast<float>(1.0 / static_cast<double>(shape.share()));
+  if (shape.channels_last) {
+    const Pixels pixels = pixels_of<T>(n, aligned, /*whole=*/false, kAtOnce);
+    launch(norm_gradient_pixels_kernel<T, kSilu>, grid_of(n, pixels, Elements<T>::kCount), kNormThreads, 0,
+           stream, n, pixels, affine, floor, through, each, grad, x, out);
+  } else {
+    const Rows rows = rows_of<T>(n.images * n.channels, n.pixels, aligned, /*whole=*/false);
+    launch(rows.team == kWarp ? norm_gradient_rows_kernel<T, kSilu, kWarp>
+                              : norm_gradient_rows_kernel<T, kSilu, kNormThreads>,
+           {rows.blocks()}, kNormThreads, 0, stream, n, rows, affine, floor, through, each, grad, x, out);
+  }
+}
+
+}  // namespace
+
+int64_t norm_backward_workspace(Type type, const NormShape& shape) {
+  int64_t floats = 0;
+  with_type(type, [&](auto t) { floats = workspace<decltype(t)>(shape).floats(); });
+  return floats;
+}
+
+void launch_norm_backward(Type type, const NormShape& shape, const NormAffine& affine, Activation activation,
+                          const NormBackward& call, Stream stream) {
+  if (shape.elements() == 0) throw LaunchError("the gradient of a norm of no elements");
+  with_type(type, [&](auto t) {
+    with_silu(activation, [&](auto silu) {
+      backward<decltype(t), decltype(silu)::value>(shape, affine, floor_of(activation), call, stream);
+    });
+  });
+}
+
+}  // namespace patchconv::kernels

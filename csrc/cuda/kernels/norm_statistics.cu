@@ -1,0 +1,253 @@
+// Mean and variance: one read of the tensor. Each thread takes the mean of what it holds in registers and the
+// squares of what is left, so that a large mean costs no digits; parts are put together by Chan, Golub and
+// LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in
+// an order that does not depend on the device. A second small kernel puts the blocks' together, in float64.
+#include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/norm.cuh"
+
+namespace patchconv::kernels {
+
+namespace {
+
+// Of `count` numbers the mean and the sum of squared differences from it.
+struct Moments {
+  float count, mean, squares;
+};
+
+PATCHCONV_DEVICE Moments merged(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  if (count == 0) return a;
+  const float delta = b.mean - a.mean, share = b.count / count;
+  return {count, multiply_add(delta, share, a.mean),
+          multiply_add(delta * a.count * share, delta, a.squares + b.squares)};
+}
+
+PATCHCONV_DEVICE Moments from_lane(const Moments& mine, int distance) {
+  return {shuffle_xor(mine.count, distance), shuffle_xor(mine.mean, distance),
+          shuffle_xor(mine.squares, distance)};
+}
+
+// Budget: 128 registers, 96 bytes of shared memory.
+template <typename T, int kTeam>
+__global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows, const T* x, Moments* out) {
+  using E = Elements<T>;
+  const RowPart part = row_part<kTeam>(rows);
+  const T* from = x + part.row * rows.length;
+  Moments all{0, 0, 0};
+  for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam)) {
+    const bool whole = rows.aligned && begin + row_step<T>(kTeam) <= part.end;
+    typename E::Piece pieces[E::kVectors];
+    int64_t places[E::kVectors];
+#pragma unroll
+    for (int v = 0; v < E::kVectors; ++v) {
+      places[v] = piece_at<T, kTeam>(begin, v);
+      pieces[v] = E::load(from, places[v], part.end, whole);
+    }
+    Moments mine{0, 0, 0};
+    float total = 0;
+#pragma unroll
+    for (int v = 0; v < E::kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        if (!whole && places[v] + i >= part.end) continue;
+        total += to_float(pieces[v].at[i]);
+        mine.count += 1;
+      }
+    }
+    if (mine.count == 0) continue;
+    mine.mean = total / mine.count;
+#pragma unroll
+    for (int v = 0; v < E::kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        if (!whole && places[v] + i >= part.end) continue;
+        const float difference = to_float(pieces[v].at[i]) - mine.mean;
+        mine.squares = multiply_add(difference, difference, mine.squares);
+      }
+    }
+    all = merged(all, mine);
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) all = merged(all, from_lane(all, distance));
+  if constexpr (kTeam > kWarp) {
+    Moments* warps = shared_memory<Moments>();
+    if (lane_index() == 0) warps[thread_index() / kWarp] = all;
+    block_barrier();
+    if (thread_index() == 0) {
+      for (int w = 1; w < kTeam / kWarp; ++w) all = merged(all, warps[w]);
+    }
+  }
+  if (thread_index() % kTeam == 0 && part.number >= 0) out[part.number] = all;
+}
+
+constexpr int kAtOnce = 4;
+
+// Budget: 128 registers, 16384 bytes of shared memory.
+template <typename T>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    moments_pixels_kernel(NormSizes n, Pixels pixels, const T* x, Moments* out) {
+  using E = Elements<T>;
+  const PixelPart part = pixel_part<T>(n, pixels);
+  const T* from = x + part.image * n.pixels * n.channels + part.channel;
+  const int down = kNormThreads / pixels.across;
+  float count = 0, mean[E::kCount] = {}, squares[E::kCount] = {};
+  for (int64_t p = part.first; p < part.end && part.left > 0; p += int64_t{kAtOnce} * down) {
+    typename E::Piece pieces[kAtOnce];
+    int here = 0;
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t pixel = p + u * down;
+      if (pixel < part.end) {
+        pieces[u] = E::load(from + pixel * n.channels, 0, part.left, pixels.aligned);
+        ++here;
+      }
+    }
+    const auto taken = static_cast<float>(here);
+    count += taken;
+    const float each = 1 / taken, share = taken / count;
+#pragma unroll
+    for (int i = 0; i < E::kCount; ++i) {
+      float total = 0, more = 0;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (u < here) total += to_float(pieces[u].at[i]);
+      }
+      const float average = total * each;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (u >= here) continue;
+        const float difference = to_float(pieces[u].at[i]) - average;
+        more = multiply_add(difference, difference, more);
+      }
+      const float delta = average - mean[i];
+      squares[i] = multiply_add(delta * (count - taken) * share, delta, squares[i] + more);
+      mean[i] = multiply_add(delta, share, mean[i]);
+    }
+  }
+  // [row][channel] of the block: means, then squares; each channel's are put together by one thread.
+  const int width = pixels.across * E::kCount;
+  float* means = shared_memory<float>();
+  float* sums = means + kNormThreads * E::kCount;
+  const int row = thread_index() / pixels.across, across = thread_index() % pixels.across;
+#pragma unroll
+  for (int i = 0; i < E::kCount; ++i) {
+    means[row * width + across * E::kCount + i] = mean[i];
+    sums[row * width + across * E::kCount + i] = squares[i];
+  }
+  block_barrier();
+  const int64_t first = part.first - row;  // of the chunk
+  for (int k = thread_index(); k < width; k += kNormThreads) {
+    const int64_t channel = static_cast<int64_t>(block_y()) * width + k;
+    if (channel >= n.channels) break;
+    Moments all{0, 0, 0};
+    for (int r = 0; r < down && first + r < part.end; ++r) {
+      const auto seen = static_cast<float>((part.end - first - r + down - 1) / down);
+      all = merged(all, {seen, means[r * width + k], sums[r * width + k]});
+    }
+    out[(part.image * pixels.chunks + part.chunk) * n.channels + channel] = all;
+  }
+}
+
+// Parts [outer][a][kept][b], of which the result number (outer, kept) is over all a and b.
+struct Parts {
+  int64_t kept, a, b;
+};
+
+constexpr int kFinishThreads = 256;
+
+// Budget: 64 registers, 0 bytes of shared memory.
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_moments_kernel(const Moments* parts, Parts layout, int64_t results, NormStatistics call) {
+  const int64_t k = block_x() * (kFinishThreads / kWarp) + thread_index() / kWarp;
+  if (k >= results) return;  // a whole warp
+  const int64_t outer = k / layout.kept, kept = k - outer * layout.kept;
+  double count = 0, mean = 0, squares = 0;
+  const auto merge = [&](double n, double m, double s) {
+    const double total = count + n;
+    if (total == 0) return;
+    const double delta = m - mean;
+    mean += delta * (n / total);
+    squares += s + delta * delta * (count * (n / total));
+    count = total;
+  };
+  for (int64_t i = lane_index(); i < layout.a * layout.b; i += kWarp) {
+    const int64_t a = i / layout.b, b = i - a * layout.b;
+    const Moments& part = parts[((outer * layout.a + a) * layout.kept + kept) * layout.b + b];
+    merge(part.count, part.mean, part.squares);
+  }
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const double n = shuffle_xor(count, distance), m = shuffle_xor(mean, distance),
+                 s = shuffle_xor(squares, distance);
+    merge(n, m, s);
+  }
+  if (lane_index() != 0) return;
+  call.mean[k] = static_cast<float>(mean);
+  call.var[k] = static_cast<float>(squares / count);
+  if (call.running_mean != nullptr) {
+    call.running_mean[k] =
+        multiply_add(call.momentum, static_cast<float>(mean) - call.running_mean[k], call.running_mean[k]);
+  }
+  if (call.running_var != nullptr) {
+    const auto unbiased = static_cast<float>(squares / (count > 1 ? count - 1 : 1));
+    call.running_var[k] = multiply_add(call.momentum, unbiased - call.running_var[k], call.running_var[k]);
+  }
+}
+
+template <typename T>
+Rows moment_rows(const NormShape& shape, bool aligned) {
+  const int64_t rows = shape.groups == 0 ? shape.images * shape.channels : shape.statistics();
+  return rows_of<T>(rows, shape.groups == 0 ? shape.pixels : shape.share(), aligned, /*whole=*/true);
+}
+
+template <typename T>
+Pixels moment_pixels(const NormShape& shape, bool aligned) {
+  return pixels_of<T>(sizes_of(shape), aligned, /*whole=*/true, kAtOnce);
+}
+
+template <typename T>
+void statistics(const NormShape& shape, const NormStatistics& call, Stream stream) {
+  const bool aligned = aligned_to_pieces(call.x);
+  const T* x = static_cast<const T*>(call.x);
+  auto* out = reinterpret_cast<Moments*>(call.workspace);
+  const NormSizes n = sizes_of(shape);
+  Parts layout{};
+  if (shape.channels_last) {
+    const Pixels pixels = moment_pixels<T>(shape, aligned);
+    launch(moments_pixels_kernel<T>, grid_of(n, pixels, Elements<T>::kCount), kNormThreads,
+           int64_t{2} * kNormThreads * Elements<T>::kCount * static_cast<int64_t>(sizeof(float)), stream, n,
+           pixels, x, out);
+    layout = shape.groups == 0 ? Parts{n.channels, pixels.chunks, 1}
+                               : Parts{n.groups, pixels.chunks, n.channels_a_group};
+  } else {
+    const Rows rows = moment_rows<T>(shape, aligned);
+    launch(rows.team == kWarp ? moments_rows_kernel<T, kWarp> : moments_rows_kernel<T, kNormThreads>,
+           {rows.blocks()}, kNormThreads, sizeof(Moments) * (kNormThreads / kWarp), stream, rows, x, out);
+    layout = shape.groups == 0 ? Parts{n.channels, n.images, rows.parts}
+                               : Parts{shape.statistics(), 1, rows.parts};
+  }
+  launch(finish_moments_kernel, {divided_up(shape.statistics(), kFinishThreads / kWarp)}, kFinishThreads, 0,
+         stream, out, layout, shape.statistics(), call);
+}
+
+}  // namespace
+
+int64_t norm_statistics_workspace(Type type, const NormShape& shape) {
+  int64_t parts = 0;
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    if (shape.channels_last) {
+      const NormSizes n = sizes_of(shape);
+      parts = n.images * moment_pixels<T>(shape, true).chunks * n.channels;
+    } else {
+      parts = moment_rows<T>(shape, true).teams();
+    }
+  });
+  return parts * static_cast<int64_t>(sizeof(Moments) / sizeof(float));
+}
+
+void launch_norm_statistics(Type type, const NormShape& shape, const NormStatistics& call, Stream stream) {
+  if (shape.elements() == 0) throw LaunchError("statistics of no elements");
+  with_type(type, [&](auto t) { statistics<decltype(t)>(shape, call, stream); });
+}
+
+}  // namespace patchconv::kernels
