@@ -15,6 +15,8 @@ import torch
 from kernels import Call, Memory
 from torch import Tensor
 
+import patchconv_native  # noqa: F401  (registers the operators)
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 ACTIVATIONS = pytest.mark.parametrize("activation", ["none", "relu", "silu"])
 EPS = 1e-5
@@ -22,8 +24,8 @@ EPS = 1e-5
 # (images, channels, pixels, groups): rows that a warp takes and rows that a block takes, odd and not; one channel; more
 # channels than a block has lanes for; one image; several parts.
 SHAPES = [
-    (2, 6, 49, 0), (3, 5, 1, 0), (1, 1, 3, 0), (2, 3, 8200, 0), (2, 130, 64, 0), (1, 16, 4101, 0), (4, 37, 33, 0), (2, 3, 900, 0),
-    (2, 6, 49, 3), (2, 8, 4100, 2), (3, 64, 36, 32), (2, 6, 50, 6), (1, 12, 1000, 1), (2, 96, 17, 8),
+    (2, 6, 49, 0), (3, 5, 1, 0), (1, 1, 3, 0), (2, 3, 8200, 0), (2, 130, 64, 0), (1, 16, 4101, 0), (4, 37, 33, 0),
+    (2, 3, 900, 0), (2, 6, 49, 3), (2, 8, 4100, 2), (3, 64, 36, 32), (2, 6, 50, 6), (1, 12, 1000, 1), (2, 96, 17, 8),
 ]  # fmt: skip
 IDS = [f"{n}x{c}x{p}" + (f"/{g}" if g else "") for n, c, p, g in SHAPES]
 
@@ -157,6 +159,25 @@ def test_map(channels_last, activation, dtype):
     for example, (_, y, *_) in zip(examples, kernels.run(calls), strict=True):
         want = example.forward(example.x.double(), example.weight.double(), example.bias.double(), *example.moments())
         close(example.back(y), want, dtype, 4 + example.cancellation())
+
+
+@DTYPES
+@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
+def test_mask(channels_last, dtype):
+    """The bits of norm_map's values, which it gives as well."""
+    shapes = [shape for shape in SHAPES if shape[3] == 0] + [(1, 3, 1, 0), (5, 2, 3, 0), (2, 3, 1366, 0)]
+    examples = [Example(*shape, channels_last, dtype, "relu") for shape in shapes]
+    calls = []
+    for i, example in enumerate(examples):
+        x = example.flat(example.x)
+        y, bits = Memory(torch.full_like(x, 77), off(dtype, i)), torch.full(((len(x) + 7) // 8,), 0xEE).to(torch.uint8)
+        given = Memory(x, off(dtype, i))
+        calls.append(Call("norm_map", dtype, example.numbers(), [given, y, *example.affine()]))
+        calls.append(Call("norm_mask", dtype, example.numbers(), [given, y, Memory(bits), *example.affine()]))
+    found = kernels.run(calls)
+    for (_, want, *_), (_, y, bits, *_) in zip(found[::2], found[1::2], strict=True):
+        assert torch.equal(y, want)
+        assert torch.equal(bits, torch.ops.patchconv._mask_pack(want, 0, 0.0, 0.0))
 
 
 def test_map_without_parameters_and_of_numbers_that_are_none():

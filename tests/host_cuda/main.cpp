@@ -172,6 +172,12 @@ void norm_map(const Case& c) {
                   c.buffer(1), nullptr);
 }
 
+void norm_mask(const Case& c) {
+  const Floats workspace(c.integer(1));
+  launch_norm_mask(c.type, norm_of(c), affine_of(c, 3), workspace.data, c.buffer(0), c.buffer(1),
+                   c.buffer<uint8_t>(2), nullptr);
+}
+
 void norm_backward(const Case& c) {
   const Floats workspace(norm_backward_workspace(c.type, norm_of(c)));
   const NormBackward call{c.buffer(0), c.buffer(1),        c.integer(8) != 0, workspace.data,
@@ -191,6 +197,7 @@ const std::map<std::string, std::function<void(const Case&)>> kKernels{
     {"mask_forward", mask_forward},
     {"norm_backward", norm_backward},
     {"norm_map", norm_map},
+    {"norm_mask", norm_mask},
     {"norm_statistics", norm_statistics},
     {"max_pool",
      [](const Case& c) {

@@ -1,11 +1,8 @@
 // Activations with a packed mask, and gradients from it. One read and one write of the tensor, and an 8th of
 // a byte an element; nothing is allocated. Arithmetic is in float32, rounded once.
-//
-// Each thread turns its 16 bytes into 4 or 8 bits; 8 or 4 neighbouring lanes merge theirs by shuffles into
-// one word, which the first of them writes. All lanes of a warp take part, also where a tile is incomplete.
 #include "cuda/kernels/mask.h"
 
-#include "cuda/kernels/elements.cuh"
+#include "cuda/kernels/bits.cuh"
 #include "cuda/kernels/launch.cuh"
 
 namespace patchconv::kernels {
@@ -31,22 +28,6 @@ PATCHCONV_DEVICE float value_of(float x, float a, float low, float high) {
   if constexpr (kMask == Mask::kHardsigmoid) {
     const float moved = add(x, 3);
     return multiply(moved <= 0 ? 0 : moved >= 6 ? 6 : moved, 1.0f / 6);
-  }
-}
-
-// Writes the bits of a piece, element `begin` first, as part of the word of its lane's neighbours.
-template <int kCount>
-PATCHCONV_DEVICE void store_bits(uint8_t* bits, uint32_t mine, int64_t begin, int64_t count) {
-  constexpr int kLanes = 32 / kCount;
-  const int place = lane_index() % kLanes;
-  uint32_t word = mine << (place * kCount);
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) word |= shuffle_xor(word, distance);
-  if (place != 0 || begin >= count) return;
-  uint8_t* target = bits + begin / 8;
-  if (begin + 32 <= count) return store_whole(target, word);
-  for (int64_t left = (count - begin + 7) / 8; left > 0; --left, word >>= 8) {
-    *target++ = static_cast<uint8_t>(word);
   }
 }
 
@@ -80,12 +61,6 @@ __global__ void __launch_bounds__(kElementThreads) mask_forward_kernel(MaskForwa
     store_bits<E::kCount>(call.bits, mine, begin, call.count);
     if (call.y != nullptr) E::store(static_cast<T*>(call.y), pieces[v], begin, call.count, whole);
   }
-}
-
-template <int kCount>
-PATCHCONV_DEVICE uint32_t load_bits(const uint8_t* bits, int64_t begin, int64_t count) {
-  if (begin >= count) return 0;
-  return static_cast<uint32_t>(bits[begin / 8]) >> (begin % 8);
 }
 
 PATCHCONV_DEVICE float scaled(float grad, float factor) {

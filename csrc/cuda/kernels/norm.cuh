@@ -160,7 +160,8 @@ struct Coefficients {
 };
 
 PATCHCONV_DEVICE float inverse_deviation(const NormAffine& affine, int64_t statistic) {
-  return 1 / square_root(affine.var[statistic] + affine.eps);
+  const float var = affine.var[statistic];
+  return affine.inverse ? var : 1 / square_root(var + affine.eps);
 }
 
 PATCHCONV_DEVICE Coefficients coefficients(const NormAffine& affine, int64_t statistic, int64_t channel) {

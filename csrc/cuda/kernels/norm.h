@@ -17,6 +17,7 @@ struct NormAffine {
   const float* weight = nullptr;  // nothing: 1
   const float* bias = nullptr;    // nothing: 0
   float eps = 0;
+  bool inverse = false;  // `var` holds 1 / sqrt(var + eps)
 };
 
 // The mean and the biased variance of the elements that share them. For batch norm the running statistics are
@@ -29,6 +30,8 @@ struct NormStatistics {
   float* running_mean = nullptr;
   float* running_var = nullptr;
   float momentum = 0;
+  float eps = 0;
+  bool inverse = false;  // `var` gets 1 / sqrt(var + eps)
 };
 int64_t norm_statistics_workspace(Type type, const NormShape& shape);
 void launch_norm_statistics(Type type, const NormShape& shape, const NormStatistics& call, Stream stream);
@@ -37,8 +40,13 @@ void launch_norm_statistics(Type type, const NormShape& shape, const NormStatist
 void launch_norm_map(Type type, const NormShape& shape, const NormAffine& affine, Activation activation,
                      const void* x, void* y, Stream stream);
 
-// Gradients of that map. `training`: also through the statistics, which are then those of x. What is null is
-// not computed.
+// The same of a norm by channels with ReLU, and a bit an element (core/mask.h). `workspace`: a float a
+// channel.
+void launch_norm_mask(Type type, const NormShape& shape, const NormAffine& affine, float* workspace,
+                      const void* x, void* y, uint8_t* bits, Stream stream);
+
+// Gradients of launch_norm_map's y. `training`: also through the statistics, which are then those of x. What
+// is null is not computed.
 struct NormBackward {
   const void* grad = nullptr;
   const void* x = nullptr;

@@ -182,7 +182,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
   if (lane_index() != 0) return;
   call.mean[k] = static_cast<float>(mean);
-  call.var[k] = static_cast<float>(squares / count);
+  const auto var = static_cast<float>(squares / count);
+  call.var[k] = call.inverse ? 1 / square_root(var + call.eps) : var;
   if (call.running_mean != nullptr) {
     call.running_mean[k] =
         multiply_add(call.momentum, static_cast<float>(mean) - call.running_mean[k], call.running_mean[k]);
