@@ -61,6 +61,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("tanh_(Tensor(a!) input) -> Tensor(a!)");
   m.def("_mask_forward(Tensor input, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_mask_forward_(Tensor(a!) input, int kind, float a, float b) -> Tensor");
+  m.def("_add_mask_forward(Tensor input, Tensor other) -> (Tensor, Tensor)");
   m.def("_mask_pack(Tensor input, int kind, float a, float b) -> Tensor");
   m.def("_mask_backward(Tensor grad, Tensor bits, float inside, float outside) -> Tensor");
 
@@ -79,8 +80,36 @@ TORCH_LIBRARY(patchconv, m) {
       "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
       "eps=1e-05) -> Tensor");
   m.def("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor");
-  m.def("_batch_statistics(Tensor input) -> (Tensor, Tensor)");
-  m.def("_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor");
+  // With an activation in the same pass.
+  m.def(
+      "batch_norm_relu(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
+      "running_var, bool training, float momentum, float eps) -> Tensor");
+  m.def(
+      "group_norm_silu(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float "
+      "eps=1e-05) -> Tensor");
+  // Their pieces; `activation` is core/norm.h's.
+  m.def(
+      "_batch_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps, int "
+      "activation) -> Tensor");
+  m.def(
+      "_normalize_masked(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "_batch_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "var, "
+      "bool training, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, int activation) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "_group_norm_again(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
+      "num_groups, float eps, int activation) -> Tensor");
+  m.def(
+      "_group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
+      "rstd, int num_groups, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // Dropout. The mask is made of the seed, a tensor of one int64, and never stored; core/philox.h.
   m.def("dropout(Tensor input, float p=0.5) -> Tensor");
@@ -142,6 +171,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("cat(Tensor[] tensors, int dim=0) -> Tensor");
   m.def("add(Tensor input, Tensor other, *, Scalar alpha=1) -> Tensor");
   m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");
+  m.def("add_relu(Tensor input, Tensor other) -> Tensor");
   m.def("mul(Tensor input, Tensor other) -> Tensor");
   m.def("cast(Tensor input, ScalarType dtype) -> Tensor");
   m.def(

@@ -231,6 +231,26 @@ def batch_norm(
     return _ops.batch_norm.default(input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+def batch_norm_relu(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """relu(batch_norm(input, ...)), input (N, C, ...), without the tensor in between. Keeps its input and no mask,
+    since the input tells where the result is 0; in eval mode with a frozen `weight` one bit an element and no input.
+    """
+    if not _ours(input, running_mean, running_var, weight, bias) or input.dim() < 2:
+        return F.relu(F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps))
+    if training:
+        _needs_more_than_one("batch_norm_relu", input.numel() // max(1, input.shape[1]), input.shape)
+    return _ops.batch_norm_relu.default(input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -257,6 +277,16 @@ def group_norm(
         return F.group_norm(input, num_groups, weight, bias, eps)
     _needs_more_than_one("group_norm", input.numel() // max(1, num_groups), input.shape)
     return _ops.group_norm.default(input, num_groups, weight, bias, eps)
+
+
+def group_norm_silu(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """silu(group_norm(input, ...)), input (N, C, ...), without the tensor in between. Keeps what group_norm keeps."""
+    if not _ours(input, weight, bias) or input.dim() < 2:
+        return F.silu(F.group_norm(input, num_groups, weight, bias, eps))
+    _needs_more_than_one("group_norm_silu", input.numel() // max(1, num_groups), input.shape)
+    return _ops.group_norm_silu.default(input, num_groups, weight, bias, eps)
 
 
 def layer_norm(
@@ -299,6 +329,13 @@ def add(input: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
     if not _ours(input, other) or other is None:
         return torch.add(input, other, alpha=alpha)
     return _ops.add.default(input, other, alpha=alpha)
+
+
+def add_relu(input: Tensor, other: Tensor) -> Tensor:
+    """relu(input + other), the end of a residual block. Keeps one bit an element, and not the sum."""
+    if not _ours(input, other) or not isinstance(other, Tensor):
+        return F.relu(torch.add(input, other))
+    return _ops.add_relu.default(input, other)
 
 
 def add_(input: Tensor, other: Any, *, alpha: float = 1) -> Tensor:

@@ -71,6 +71,7 @@ constexpr const char* kSoftplus = "softplus";
 constexpr const char* kLayerNorm = "layer_norm";
 constexpr const char* kRmsNorm = "rms_norm";
 constexpr const char* kGroupNorm = "group_norm";
+constexpr const char* kGroupNormSilu = "group_norm_silu";
 constexpr const char* kMaxPool3d = "max_pool3d";
 constexpr const char* kAvgPool3d = "avg_pool3d";
 constexpr const char* kAdaptiveMaxPool3d = "adaptive_max_pool3d";
@@ -92,6 +93,7 @@ TORCH_LIBRARY_IMPL(patchconv, AutocastCUDA, m) {
   enter<c10::kCUDA, false, LayerNorm, &kLayerNorm>(m);
   enter<c10::kCUDA, false, RmsNorm, &kRmsNorm>(m);
   enter<c10::kCUDA, false, GroupNorm, &kGroupNorm>(m);
+  enter<c10::kCUDA, false, GroupNorm, &kGroupNormSilu>(m);
 }
 
 }  // namespace

@@ -161,6 +161,51 @@ Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
   return a;
 }
 
+// relu(a + b), of tensors of one shape: a bit an element, and the sum is not kept.
+class AddReluBackward final : public LeanNode {
+ public:
+  AddReluBackward() : LeanNode("patchconv::AddReluBackward") {}
+  Source a, b, bits;
+  std::vector<c10::SymInt> strides;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    const Tensor g = with_flat_slope(mask_backward(in_layout(grad, strides), bits.get(*this), 1, 0));
+    return {g, g};
+  }
+  Tensor rebuild() override {
+    bool fresh = false;
+    Tensor x = a.get(*this, &fresh);
+    const Tensor y = b.get(*this);
+    return (fresh ? x.add_(y) : x.add(y)).relu_();
+  }
+  std::vector<Source*> sources() override { return {&a, &b}; }
+  std::vector<Source*> others() override { return {&bits}; }
+  bool may_promote() const override { return true; }
+};
+
+Tensor add_relu(const Tensor& a, const Tensor& b) {
+  if (!ours(a, b) || a.sym_sizes() != b.sym_sizes()) {
+    static const auto sum = handle<Tensor(const Tensor&, const Tensor&, const Scalar&)>("add");
+    static const auto relu = handle<Tensor(const Tensor&)>("relu");
+    return relu.call(sum.call(a, b, 1));
+  }
+  const auto node = make_node<AddReluBackward>(a, b);
+  node->a.note(a);
+  node->b.note(b);
+  Tensor y, bits;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op =
+        handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)>("_add_mask_forward");
+    std::tie(y, bits) = op.call(a, b);
+  }
+  node->bits.keep(bits);
+  node->strides = y.sym_strides().vec();
+  LeanNode::attach(y, node);
+  return y;
+}
+
 class MulBackward final : public LeanNode {
  public:
   MulBackward() : LeanNode("patchconv::MulBackward") {}
@@ -289,6 +334,7 @@ Tensor stock_linear(const Tensor& x, const Tensor& weight, const OptionalTensor&
 }
 Tensor stock_mul(const Tensor& a, const Tensor& b) { return at::mul(a, b); }
 Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return at::add(a, b, alpha); }
+Tensor stock_add_relu(const Tensor& a, const Tensor& b) { return at::add(a, b).relu_(); }
 Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
 Tensor stock_cat(at::TensorList tensors, int64_t dim) { return at::cat(tensors, dim); }
 // A copy in any case: an operator's result must not be its input.
@@ -300,6 +346,7 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("cat", &cat);
   m.impl("add", &add);
   m.impl("add_", &add_);
+  m.impl("add_relu", &add_relu);
   m.impl("mul", &mul);
   m.impl("cast", &cast_autograd);
   m.impl("linear", &linear);
@@ -309,6 +356,7 @@ void stock(torch::Library& m) {
   m.impl("cat", &stock_cat);
   m.impl("add", &stock_add);
   m.impl("add_", &stock_add_);
+  m.impl("add_relu", &stock_add_relu);
   m.impl("mul", &stock_mul);
   m.impl("cast", &stock_cast);
   m.impl("linear", &stock_linear);

@@ -278,6 +278,7 @@ Tensor LeanNode::value(bool* fresh) {
     }
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
+  const BackendGuard as_before(made_with_);
   Tensor result = rebuild();
   TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": made again in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
@@ -315,6 +316,7 @@ Tensor LeanNode::with_flat_slope(const Tensor& grad_input) const {
 variable_list LeanNode::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!grads[0].defined()) return variable_list(num_outputs());
+  const BackendGuard as_before(made_with_);
   variable_list result = backward(grads[0]);
   output_.forget();
   held_.reset();

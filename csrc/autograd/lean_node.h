@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/settings.h"
+
 namespace patchconv {
 
 using torch::autograd::variable_list;
@@ -131,6 +133,7 @@ class LeanNode : public torch::autograd::Node {
   bool plan(Plan& plan, int depth);
 
   const char* name_;
+  const Backend made_with_ = backend();  // so is the value made again, and the gradient
   bool released_ = false;
   bool known_ = false;  // whether anything may link to the output, which was:
   int64_t numel_ = 0;

@@ -8,9 +8,6 @@
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/group_norm.h>
 #include <ATen/ops/layer_norm.h>
-#include <ATen/ops/native_batch_norm_backward.h>
-#include <ATen/ops/native_group_norm.h>
-#include <ATen/ops/native_group_norm_backward.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/rms_norm.h>
@@ -123,9 +120,15 @@ auto norm_node(const Tensor& input, const OptionalTensor& weight, const Optional
 class BatchNormBackward final : public NormNode {
  public:
   BatchNormBackward() : NormNode("patchconv::BatchNormBackward") {}
+  std::string name() const override {
+    return activation == Activation::kNone ? "patchconv::BatchNormBackward"
+                                           : "patchconv::BatchNormReluBackward";
+  }
+  Activation activation = Activation::kNone;
   bool training = false;
   bool keeps_input = false;
-  std::vector<c10::SymInt> sizes;
+  Source bits;  // of a ReLU, where the input is not kept
+  std::vector<c10::SymInt> sizes, strides;
 
  protected:
   // deviation: the variance.
@@ -133,70 +136,91 @@ class BatchNormBackward final : public NormNode {
     const auto want = wanted();
     const Tensor average = mean.get(*this), variance = deviation.get(*this), w = get_weight();
     if (keeps_input) {
-      const Tensor x = input.get(*this);
-      const Tensor invstd = inverse_deviation(variance, eps);
-      // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics in
-      // half.
-      const Tensor scale = w.defined() ? w.to(average.scalar_type()) : w;
-      auto [grad_input, grad_weight, grad_bias] =
-          training
-              ? at::native_batch_norm_backward(grad, x, scale, {}, {}, average, invstd, true, eps, want)
-              : at::native_batch_norm_backward(grad, x, scale, average, variance, {}, {}, false, eps, want);
+      if (at::GradMode::is_enabled()) {
+        return recorded(grad, [&](const Tensor& x, const Tensor& scale, const Tensor& shift) {
+          // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics
+          // in half.
+          const auto dtype = average.scalar_type();
+          const Tensor z =
+              at::batch_norm(x, scale.defined() ? scale.to(dtype) : scale,
+                             shift.defined() ? shift.to(dtype) : shift, training ? Tensor() : average,
+                             training ? Tensor() : variance, training, 0, eps, /*cudnn_enabled=*/false);
+          return stock_activation(z, activation);
+        });
+      }
+      auto [grad_input, grad_weight, grad_bias] = batch_norm_backward(
+          grad, input.get(*this), w, get_bias(), average, variance, training, eps, activation, want);
       if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
       if (want[2]) grad_bias = grad_bias.to(bias_dtype);
       return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);
     }
+    const Tensor g = activation == Activation::kNone
+                         ? grad
+                         : mask_backward(in_layout(grad, strides), bits.get(*this), 1, 0);
     Tensor grad_input, grad_bias;
     if (want[0]) {
       Tensor scale = inverse_deviation(variance, eps);
       if (w.defined()) scale = scale.mul(w);
       std::vector<int64_t> shape(sizes.size(), 1);
       shape[1] = -1;
-      grad_input = grad.mul(scale.view(shape)).to(grad.scalar_type());
+      grad_input = g.mul(scale.view(shape)).to(grad.scalar_type());
+      if (activation != Activation::kNone) grad_input = with_flat_slope(grad_input);
     }
     if (want[2]) {
       std::vector<int64_t> over{0};
       for (size_t d = 2; d < sizes.size(); ++d) over.push_back(static_cast<int64_t>(d));
-      grad_bias = grad.sum(over, /*keepdim=*/false, bias_dtype);
+      grad_bias = g.sum(over, /*keepdim=*/false, bias_dtype);
     }
     return on_edges(grad_input, Tensor(), grad_bias);
   }
 
   Tensor rebuild() override {
-    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this),
-                     inverse_deviation(deviation.get(*this), eps));
+    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this), eps,
+                     activation);
+  }
+  std::vector<Source*> others() override {
+    if (bits.available()) return {&bits};
+    return {};
   }
 };
 
+template <Activation kActivation>
 Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                            const OptionalTensor& running_mean, const OptionalTensor& running_var,
                            bool training, double momentum, double eps) {
   if (!served(input) || input.numel() == 0 || has_tangent(input) || has_tangent(weight) ||
       has_tangent(bias)) {
-    return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
-                          /*cudnn_enabled=*/true);
+    return stock_activation(at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum,
+                                           eps, /*cudnn_enabled=*/true),
+                            kActivation);
   }
-  Tensor y, mean, var;
+  const bool recorded = needs_node(input, weight, bias);
+  const bool keeps_input = training || (weight.has_value() && weight->defined() && weight->requires_grad());
+  BatchNormed all;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(y, mean, var) =
-        batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps);
+    all =
+        batch_norm_parts(input, weight, bias, running_mean, running_var, training, momentum, eps, kActivation,
+                         /*with_bits=*/kActivation != Activation::kNone && recorded && !keeps_input);
   }
-  if (!needs_node(input, weight, bias)) return y;
+  if (!recorded) return all.y;
   const auto node = norm_node<BatchNormBackward>(input, weight, bias);
+  node->activation = kActivation;
   node->training = training;
   node->eps = eps;
   node->sizes = input.sym_sizes().vec();
-  node->mean.keep(mean);
-  node->deviation.keep(var);
-  node->keeps_input = training || (weight.has_value() && weight->defined() && weight->requires_grad());
-  if (node->keeps_input) {
+  node->strides = all.y.sym_strides().vec();
+  node->mean.keep(all.mean);
+  node->deviation.keep(all.var);
+  node->keeps_input = keeps_input;
+  if (keeps_input) {
     node->input.keep(input);
   } else {
     node->input.note(input);
   }
-  LeanNode::attach(y, node);
-  return y;
+  if (all.bits.defined()) node->bits.keep(all.bits);
+  LeanNode::attach(all.y, node);
+  return all.y;
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -204,41 +228,33 @@ Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
 class GroupNormBackward final : public NormNode {
  public:
   GroupNormBackward() : NormNode("patchconv::GroupNormBackward") {}
+  std::string name() const override {
+    return activation == Activation::kNone ? "patchconv::GroupNormBackward"
+                                           : "patchconv::GroupNormSiluBackward";
+  }
+  Activation activation = Activation::kNone;
   int64_t groups = 1;
-
-  // As stock's group_norm calls it: (output, mean, rstd).
-  static std::tuple<Tensor, Tensor, Tensor> native(const Tensor& x, int64_t groups,
-                                                   const OptionalTensor& weight, const OptionalTensor& bias,
-                                                   double eps) {
-    const auto sizes = x.sym_sizes();
-    return at::native_group_norm_symint(x, weight, bias, sizes[0], sizes[1],
-                                        c10::multiply_integers(sizes.slice(2)), groups, eps);
-  }
-  static Tensor dense(const Tensor& x) {
-    return x.contiguous(x.is_cpu() ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
-  }
 
  protected:
   variable_list backward(const Tensor& grad) override {
     if (at::GradMode::is_enabled()) {
       return recorded(grad, [this](const Tensor& x, const Tensor& w, const Tensor& b) {
-        return at::group_norm(x, groups, w, b, eps);
+        return stock_activation(at::group_norm(x, groups, w, b, eps), activation);
       });
     }
-    const Tensor x = dense(input.get(*this));
-    const auto sizes = x.sym_sizes();
-    const auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward_symint(
-        grad.contiguous(x.suggest_memory_format()), x, mean.get(*this), deviation.get(*this), get_weight(),
-        sizes[0], sizes[1], c10::multiply_integers(sizes.slice(2)), groups, wanted());
+    const auto [grad_input, grad_weight, grad_bias] =
+        group_norm_backward(grad, input.get(*this), get_weight(), get_bias(), mean.get(*this),
+                            deviation.get(*this), groups, eps, activation, wanted());
     return on_edges(grad_input, grad_weight, grad_bias);
   }
 
   Tensor rebuild() override {
-    const Tensor x = input.get(*this);
-    return std::get<0>(native(dense(x), groups, get_weight(), get_bias(), eps));
+    return group_norm_again(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this),
+                            groups, eps, activation);
   }
 };
 
+template <Activation kActivation>
 Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
   const auto fits = [&](const OptionalTensor& parameter) {
@@ -246,16 +262,16 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
   };
   if (!ours(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
       !fits(weight) || !fits(bias) || input.numel() == 0)
-    return at::group_norm(input, groups, weight, bias, eps);
+    return stock_activation(at::group_norm(input, groups, weight, bias, eps), kActivation);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
+  node->activation = kActivation;
   node->groups = groups;
   node->eps = eps;
   node->input.keep(input);
   Tensor y, mean, rstd;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(y, mean, rstd) =
-        GroupNormBackward::native(GroupNormBackward::dense(input), groups, weight, bias, eps);
+    std::tie(y, mean, rstd) = group_norm_parts(input, weight, bias, groups, eps, kActivation);
   }
   node->mean.keep(mean);
   node->deviation.keep(rstd);
@@ -346,8 +362,10 @@ Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTe
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
-  m.impl("batch_norm", &batch_norm_autograd);
-  m.impl("group_norm", &group_norm);
+  m.impl("batch_norm", &batch_norm_autograd<Activation::kNone>);
+  m.impl("batch_norm_relu", &batch_norm_autograd<Activation::kRelu>);
+  m.impl("group_norm", &group_norm<Activation::kNone>);
+  m.impl("group_norm_silu", &group_norm<Activation::kSilu>);
   m.impl("layer_norm", &layer_norm);
   m.impl("rms_norm", &rms_norm);
 }

@@ -13,6 +13,8 @@ namespace {
 std::atomic<int64_t> g_workspace_limit{kDefaultWorkspaceLimit};
 std::atomic<Backend> g_backend{Backend::kAuto};
 
+thread_local std::optional<Backend> t_backend;
+
 std::atomic<bool> g_recompute{true};
 
 std::mutex g_path_mutex;
@@ -30,7 +32,10 @@ void set_workspace_limit(int64_t bytes) {
   g_workspace_limit.store(bytes, std::memory_order_relaxed);
 }
 
-Backend backend() { return g_backend.load(std::memory_order_relaxed); }
+Backend backend() { return t_backend ? *t_backend : g_backend.load(std::memory_order_relaxed); }
+
+BackendGuard::BackendGuard(Backend backend) : before_(t_backend) { t_backend = backend; }
+BackendGuard::~BackendGuard() { t_backend = before_; }
 
 std::string backend_name() {
   switch (backend()) {

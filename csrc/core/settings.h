@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,17 @@ enum class Backend { kAuto, kAten, kNative };
 Backend backend();
 std::string backend_name();
 void set_backend(const std::string& name);  // std::invalid_argument for an unknown or not served name
+// On this thread, until it dies, backend() is this one: what is made again is made as it was.
+class BackendGuard {
+ public:
+  explicit BackendGuard(Backend backend);
+  ~BackendGuard();
+  BackendGuard(const BackendGuard&) = delete;
+  BackendGuard& operator=(const BackendGuard&) = delete;
+
+ private:
+  std::optional<Backend> before_;
+};
 
 // Whether nodes keep the way to an input's producer instead of the input, where it can be made again.
 bool recompute();

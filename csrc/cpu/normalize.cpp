@@ -24,6 +24,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "ops/norm.h"
+
 // One function compiled for several instruction sets and chosen when the library is loaded.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
 #define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
@@ -168,7 +170,9 @@ Tensor dense(const Tensor& input) {
 
 int64_t per_channel(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)); }
 
-std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input) {
+std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input,
+                                                const std::optional<Tensor>& running_mean,
+                                                const std::optional<Tensor>& running_var, double momentum) {
   const Tensor x = dense(input);
   const int64_t c = x.size(1);
   std::vector<Moments> moments(c);
@@ -188,6 +192,9 @@ std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input) {
           static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN for none
     }
   });
+  const auto count = static_cast<double>(x.numel()) / static_cast<double>(c);
+  move_running(running_mean, mean, momentum, 1);
+  move_running(running_var, var, momentum, count / std::max(1.0, count - 1));
   return {mean, var};
 }
 
@@ -227,8 +234,9 @@ PATCHCONV_MAPS(c10::Half)
 
 // Parameters and statistics are (c), of the arithmetic's dtype.
 Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
-                     const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& invstd) {
-  const Tensor x = dense(input);
+                     const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& var, double eps,
+                     int64_t activation) {
+  const Tensor x = dense(input), invstd = inverse_deviation(var, eps);
   const int64_t c = x.size(1);
   Tensor y = at::empty_like(x);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "normalize", [&] {
@@ -263,7 +271,7 @@ Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
                        });
     }
   });
-  return y;
+  return activate_(y, activation);
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {

@@ -16,13 +16,15 @@ using at::Tensor;
 namespace {
 
 // Fills y, if there is one, and returns the bits.
-Tensor launch_forward(const Tensor& input, const Tensor& y, int64_t mask, double a, double b) {
+Tensor launch_forward(const Tensor& input, const Tensor& y, int64_t mask, double a, double b,
+                      const Tensor& other = Tensor()) {
   TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_mask_forward: input must be dense");
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t count = input.numel();
   const Tensor bits = at::empty({mask_bytes(count)}, input.options().dtype(at::kByte));
   kernels::MaskForward call;
   call.x = input.const_data_ptr();
+  call.other = other.defined() ? other.const_data_ptr() : nullptr;
   call.y = y.defined() ? y.mutable_data_ptr() : nullptr;
   call.bits = bits.mutable_data_ptr<uint8_t>();
   call.count = count;
@@ -49,6 +51,16 @@ Tensor mask_pack_cuda(const Tensor& input, int64_t mask, double a, double b) {
   return launch_forward(input, Tensor(), mask, a, b);
 }
 
+std::tuple<Tensor, Tensor> add_mask_forward_cuda(const Tensor& input, const Tensor& other) {
+  if (!native_kernel_for(input) || !input.is_non_overlapping_and_dense() ||
+      input.strides() != other.strides()) {
+    return add_mask_forward_with_aten(input, other);
+  }
+  Tensor y = at::empty_like(input);
+  const Tensor bits = launch_forward(input, y, static_cast<int64_t>(Mask::kRelu), 0, 0, other);
+  return {std::move(y), bits};
+}
+
 Tensor mask_backward_cuda(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   if (!native_kernel_for(grad)) return mask_backward_with_aten(grad, bits, inside, outside);
   TORCH_CHECK(grad.is_non_overlapping_and_dense(), "patchconv::_mask_backward: grad must be dense");
@@ -70,6 +82,7 @@ TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
   m.impl("_mask_forward", &mask_forward_cuda);
   m.impl("_mask_forward_", &mask_forward_in_place_cuda);
   m.impl("_mask_pack", &mask_pack_cuda);
+  m.impl("_add_mask_forward", &add_mask_forward_cuda);
   m.impl("_mask_backward", &mask_backward_cuda);
 }
 

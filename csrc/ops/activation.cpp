@@ -2,6 +2,7 @@
 // for them: composed of stock operators, at some bytes an element of transient memory.
 #include "ops/activation.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/elu.h>
@@ -132,10 +133,21 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
          [](const Tensor& grad, const Tensor&, double, double) { return at::empty_like(grad); });
 }
 
+}  // namespace
+
+std::tuple<Tensor, Tensor> add_mask_forward_with_aten(const Tensor& input, const Tensor& other) {
+  Tensor y = at::add(input, other);
+  Tensor bits = mask_forward_(y, Mask::kRelu, 0, 0);
+  return {std::move(y), std::move(bits)};
+}
+
+namespace {
+
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("_mask_forward", &mask_forward_with_aten);
   m.impl("_mask_forward_", &mask_forward_in_place_with_aten);
   m.impl("_mask_pack", &mask_pack_with_aten);
+  m.impl("_add_mask_forward", &add_mask_forward_with_aten);
   m.impl("_mask_backward", &mask_backward_with_aten);
 }
 

@@ -31,6 +31,10 @@ at::Tensor mask_pack_with_aten(const at::Tensor& input, int64_t mask, double a, 
 at::Tensor mask_backward_with_aten(const at::Tensor& grad, const at::Tensor& bits, double inside,
                                    double outside);
 
+// patchconv::_add_mask_forward: relu(input + other), of dense tensors of one shape, and its bits.
+std::tuple<at::Tensor, at::Tensor> add_mask_forward_with_aten(const at::Tensor& input,
+                                                              const at::Tensor& other);
+
 // Stock PyTorch's operator for a piecewise linear activation.
 at::Tensor stock_masked(const at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
 at::Tensor& stock_masked_(at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);

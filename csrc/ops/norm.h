@@ -1,38 +1,109 @@
-// Normalisation by channel, in the pieces that batch norm's forward, backward and rebuild are made of.
+// Normalisation by channel or group, in the pieces that forward, backward and rebuild are made of. With an
+// activation (core/norm.h) the value that it is applied to is not kept: backward makes it again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
 #include <tuple>
+
+#include "core/norm.h"
 
 namespace patchconv {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// patchconv::_batch_statistics: mean and biased variance of every channel (dimension 1), (C) each, in float32
-// for half precision.
-std::tuple<at::Tensor, at::Tensor> batch_statistics(const at::Tensor& input);
+// ---------------------------------------------------------------------------------------------------------
+// By channel, over all images. Statistics are (C), in float32 for half precision.
 
-// patchconv::_normalize: (input - mean) * invstd * weight + bias by channel. An element of the result depends
-// on its own value and its channel's numbers alone.
+// patchconv::_batch_statistics: mean and biased variance; moves the running ones that are given.
+std::tuple<at::Tensor, at::Tensor> batch_statistics(const at::Tensor& input,
+                                                    const OptionalTensor& running_mean,
+                                                    const OptionalTensor& running_var, double momentum);
+std::tuple<at::Tensor, at::Tensor> batch_statistics_with_aten(const at::Tensor& input,
+                                                              const OptionalTensor& running_mean,
+                                                              const OptionalTensor& running_var,
+                                                              double momentum);
+void move_running(const OptionalTensor& running, const at::Tensor& now, double momentum, double factor);
+
+// patchconv::_normalize: activation((input - mean) / sqrt(var + eps) * weight + bias). An element of the
+// result depends on its own value and its channel's numbers alone.
 at::Tensor normalize(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const at::Tensor& mean, const at::Tensor& invstd);
+                     const at::Tensor& mean, const at::Tensor& var, double eps, Activation activation);
+at::Tensor normalize_with_aten(const at::Tensor& input, const OptionalTensor& weight,
+                               const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& var,
+                               double eps, int64_t activation);
+
+// patchconv::_normalize_masked: the same with ReLU, and its bits (core/mask.h).
+std::tuple<at::Tensor, at::Tensor> normalize_masked(const at::Tensor& input, const OptionalTensor& weight,
+                                                    const OptionalTensor& bias, const at::Tensor& mean,
+                                                    const at::Tensor& var, double eps);
+
+std::tuple<at::Tensor, at::Tensor> normalize_masked_with_aten(const at::Tensor& input,
+                                                              const OptionalTensor& weight,
+                                                              const OptionalTensor& bias,
+                                                              const at::Tensor& mean, const at::Tensor& var,
+                                                              double eps);
+
+// patchconv::_batch_norm_backward: gradients of normalize(). `training`: also through the statistics, which
+// are then the input's.
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // of input, weight and bias
+Gradients batch_norm_backward(const at::Tensor& grad, const at::Tensor& input, const OptionalTensor& weight,
+                              const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& var,
+                              bool training, double eps, Activation activation, std::array<bool, 3> mask);
+Gradients batch_norm_backward_with_aten(const at::Tensor& grad, const at::Tensor& input,
+                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                        const at::Tensor& mean, const at::Tensor& var, bool training,
+                                        double eps, int64_t activation, std::array<bool, 3> mask);
 
 at::Tensor inverse_deviation(const at::Tensor& var, double eps);
+
+// What batch norm is below autograd.
+struct BatchNormed {
+  at::Tensor y;
+  at::Tensor mean, var;  // that it was made with
+  at::Tensor bits;       // where asked for: ReLU's
+};
+// patchconv::batch_norm or batch_norm_relu. The running statistics are moved if `training`.
+BatchNormed batch_norm_parts(const at::Tensor& input, const OptionalTensor& weight,
+                             const OptionalTensor& bias, const OptionalTensor& running_mean,
+                             const OptionalTensor& running_var, bool training, double momentum, double eps,
+                             Activation activation, bool with_bits);
 
 // patchconv::batch_norm, through the dispatcher.
 at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
                       double momentum, double eps);
 
-// Its parts below autograd: the output, and (C) each the mean and variance that it was made with. The running
-// statistics are moved if `training`.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_parts(const at::Tensor& input,
+// ---------------------------------------------------------------------------------------------------------
+// By group of channels, in each image. Statistics are stock's: (N, G), the second one over the deviation.
+
+// patchconv::_group_norm: y, mean, 1 / sqrt(var + eps).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_parts(const at::Tensor& input,
                                                                 const OptionalTensor& weight,
-                                                                const OptionalTensor& bias,
-                                                                const OptionalTensor& running_mean,
-                                                                const OptionalTensor& running_var,
-                                                                bool training, double momentum, double eps);
+                                                                const OptionalTensor& bias, int64_t groups,
+                                                                double eps, Activation activation);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_with_aten(const at::Tensor& input,
+                                                                    const OptionalTensor& weight,
+                                                                    const OptionalTensor& bias,
+                                                                    int64_t groups, double eps,
+                                                                    int64_t activation);
+// patchconv::_group_norm_again: y, of the statistics that the forward pass found.
+at::Tensor group_norm_again(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                            const at::Tensor& mean, const at::Tensor& rstd, int64_t groups, double eps,
+                            Activation activation);
+// patchconv::_group_norm_backward.
+Gradients group_norm_backward(const at::Tensor& grad, const at::Tensor& input, const OptionalTensor& weight,
+                              const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& rstd,
+                              int64_t groups, double eps, Activation activation, std::array<bool, 3> mask);
+Gradients group_norm_backward_with_aten(const at::Tensor& grad, const at::Tensor& input,
+                                        const OptionalTensor& weight, const OptionalTensor& bias,
+                                        const at::Tensor& mean, const at::Tensor& rstd, int64_t groups,
+                                        double eps, int64_t activation, std::array<bool, 3> mask);
+
+// Stock PyTorch's operator for an activation; in place.
+at::Tensor stock_activation(const at::Tensor& z, Activation activation);
+at::Tensor& activate_(at::Tensor& z, int64_t activation);
 
 }  // namespace patchconv

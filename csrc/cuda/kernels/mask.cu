@@ -92,15 +92,18 @@ __global__ void __launch_bounds__(kElementThreads) mask_backward_kernel(MaskBack
 
 template <typename T>
 void forward(Mask mask, const MaskForward& call, Stream stream) {
-  const auto start = [&](auto kernel, auto kernel_of_sum) {
+  const auto start = [&](auto kernel) {
     const bool aligned =
         aligned_to_pieces(call.x) && aligned_to_pieces(call.other) && aligned_to_pieces(call.y);
-    launch(call.other == nullptr ? kernel : kernel_of_sum, {Elements<T>::tiles(call.count)}, kElementThreads,
-           0, stream, call, aligned);
+    launch(kernel, {Elements<T>::tiles(call.count)}, kElementThreads, 0, stream, call, aligned);
   };
+  if (call.other != nullptr) {
+    if (mask != Mask::kRelu) throw LaunchError("an activation of a sum that is not ReLU");
+    return start(mask_forward_kernel<T, Mask::kRelu, true>);
+  }
 #define PATCHCONV_CASE(KIND) \
   case Mask::KIND:           \
-    return start(mask_forward_kernel<T, Mask::KIND, false>, mask_forward_kernel<T, Mask::KIND, true>);
+    return start(mask_forward_kernel<T, Mask::KIND, false>);
   switch (mask) {
     PATCHCONV_CASE(kRelu)
     PATCHCONV_CASE(kLeakyRelu)

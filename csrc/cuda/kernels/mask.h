@@ -11,7 +11,7 @@ namespace patchconv::kernels {
 // y = activation(x), or of x + other, and one bit an element. `count` elements, dense and in one order.
 struct MaskForward {
   const void* x = nullptr;
-  const void* other = nullptr;  // nothing: no sum
+  const void* other = nullptr;  // nothing: no sum; for ReLU alone
   void* y = nullptr;            // nothing: the bits alone; may be x
   uint8_t* bits = nullptr;      // mask_bytes(count), aligned to 4 bytes
   int64_t count = 0;

@@ -1,0 +1,220 @@
+// Batch and group norm on CUDA: checks, memory and the launches. By stock operators where the project's own
+// kernels are not asked for (backend) or do not serve the dtype.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "core/mask.h"
+#include "cuda/kernel_call.h"
+#include "cuda/kernels/norm.h"
+#include "ops/norm.h"
+
+namespace patchconv {
+
+using at::Tensor;
+
+namespace {
+
+using Mask3 = std::array<bool, 3>;
+
+// Memory that the kernels read: planes, or channels_last where the tensor is that.
+Tensor dense(const Tensor& tensor, const Tensor& like) {
+  return tensor.contiguous(like.is_contiguous() ? at::MemoryFormat::Contiguous
+                                                : like.suggest_memory_format());
+}
+
+// Of a tensor that dense() gave.
+NormShape shape_of(const Tensor& x, int64_t groups) {
+  const int64_t image = x.size(0) * x.size(1);
+  return {x.size(0), x.size(1), image == 0 ? 0 : x.numel() / image, groups, !x.is_contiguous()};
+}
+
+// Float32 memory of a parameter for as long as this lives.
+class Floats {
+ public:
+  explicit Floats(const OptionalTensor& tensor)
+      : tensor_(tensor.has_value() && tensor->defined() ? tensor->to(at::kFloat).contiguous() : Tensor()) {}
+  const float* data() const { return tensor_.defined() ? tensor_.const_data_ptr<float>() : nullptr; }
+
+ private:
+  Tensor tensor_;
+};
+
+struct Affine {
+  Affine(const Tensor& mean, const Tensor& var, const OptionalTensor& weight, const OptionalTensor& bias,
+         double eps, bool inverse)
+      : mean(mean), var(var), weight(weight), bias(bias), eps(static_cast<float>(eps)), inverse(inverse) {}
+  kernels::NormAffine call() const {
+    return {mean.data(), var.data(), weight.data(), bias.data(), eps, inverse};
+  }
+  Floats mean, var, weight, bias;
+  float eps;
+  bool inverse;
+};
+
+Tensor floats(const Tensor& x, at::IntArrayRef sizes) {
+  return at::empty(sizes, x.options().dtype(at::kFloat));
+}
+
+// Whether a running statistic can be moved where it lies.
+bool movable(const OptionalTensor& running) {
+  return !running.has_value() || !running->defined() ||
+         (running->scalar_type() == at::kFloat && running->is_contiguous());
+}
+
+float* data_of(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined() ? tensor->mutable_data_ptr<float>() : nullptr;
+}
+
+// `inverse`: var is 1 / sqrt(var + eps).
+std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t groups, const OptionalTensor& running_mean,
+                                      const OptionalTensor& running_var, double momentum, double eps,
+                                      bool inverse) {
+  const NormShape shape = shape_of(x, groups);
+  const auto type = kernel_type(x);
+  const std::vector<int64_t> sizes =
+      groups == 0 ? std::vector<int64_t>{x.size(1)} : std::vector<int64_t>{x.size(0), groups};
+  Tensor mean = floats(x, sizes), var = floats(x, sizes);
+  const Tensor workspace = floats(x, {kernels::norm_statistics_workspace(type, shape)});
+  kernels::NormStatistics call;
+  call.x = x.const_data_ptr();
+  call.workspace = workspace.mutable_data_ptr<float>();
+  call.mean = mean.mutable_data_ptr<float>();
+  call.var = var.mutable_data_ptr<float>();
+  call.running_mean = data_of(running_mean);
+  call.running_var = data_of(running_var);
+  call.momentum = static_cast<float>(momentum);
+  call.eps = static_cast<float>(eps);
+  call.inverse = inverse;
+  kernels::launch_norm_statistics(type, shape, call, current_stream(x));
+  return {std::move(mean), std::move(var)};
+}
+
+std::tuple<Tensor, Tensor> batch_statistics_cuda(const Tensor& input, const OptionalTensor& running_mean,
+                                                 const OptionalTensor& running_var, double momentum) {
+  if (!native_kernel_for(input) || !movable(running_mean) || !movable(running_var)) {
+    return batch_statistics_with_aten(input, running_mean, running_var, momentum);
+  }
+  const c10::cuda::CUDAGuard guard(input.device());
+  return statistics(dense(input, input), 0, running_mean, running_var, momentum, 0, /*inverse=*/false);
+}
+
+Tensor mapped(const Tensor& x, int64_t groups, const Affine& affine, int64_t activation) {
+  Tensor y = at::empty_like(x);
+  kernels::launch_norm_map(kernel_type(x), shape_of(x, groups), affine.call(),
+                           static_cast<Activation>(activation), x.const_data_ptr(), y.mutable_data_ptr(),
+                           current_stream(x));
+  return y;
+}
+
+Tensor normalize_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                      const Tensor& mean, const Tensor& var, double eps, int64_t activation) {
+  if (!native_kernel_for(input)) return normalize_with_aten(input, weight, bias, mean, var, eps, activation);
+  const c10::cuda::CUDAGuard guard(input.device());
+  return mapped(dense(input, input), 0, Affine(mean, var, weight, bias, eps, /*inverse=*/false), activation);
+}
+
+std::tuple<Tensor, Tensor> normalize_masked_cuda(const Tensor& input, const OptionalTensor& weight,
+                                                 const OptionalTensor& bias, const Tensor& mean,
+                                                 const Tensor& var, double eps) {
+  if (!native_kernel_for(input)) return normalize_masked_with_aten(input, weight, bias, mean, var, eps);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Tensor x = dense(input, input);
+  const Affine affine(mean, var, weight, bias, eps, /*inverse=*/false);
+  Tensor y = at::empty_like(x), bits = at::empty({mask_bytes(x.numel())}, x.options().dtype(at::kByte));
+  const Tensor workspace = floats(x, {x.size(1)});
+  kernels::launch_norm_mask(kernel_type(x), shape_of(x, 0), affine.call(),
+                            workspace.mutable_data_ptr<float>(), x.const_data_ptr(), y.mutable_data_ptr(),
+                            bits.mutable_data_ptr<uint8_t>(), current_stream(x));
+  return {std::move(y), std::move(bits)};
+}
+
+Gradients backward(const Tensor& grad, const Tensor& input, int64_t groups, const Affine& affine,
+                   bool training, int64_t activation, Mask3 mask) {
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Tensor x = dense(input, input), g = dense(grad, x);
+  const NormShape shape = shape_of(x, groups);
+  const auto type = kernel_type(x);
+  const Tensor workspace = floats(x, {kernels::norm_backward_workspace(type, shape)});
+  Tensor grad_input = mask[0] ? at::empty_like(x) : Tensor();
+  Tensor grad_weight = mask[1] ? floats(x, {x.size(1)}) : Tensor();
+  Tensor grad_bias = mask[2] ? floats(x, {x.size(1)}) : Tensor();
+  kernels::NormBackward call;
+  call.grad = g.const_data_ptr();
+  call.x = x.const_data_ptr();
+  call.training = training;
+  call.workspace = workspace.mutable_data_ptr<float>();
+  call.grad_input = mask[0] ? grad_input.mutable_data_ptr() : nullptr;
+  call.grad_weight = mask[1] ? grad_weight.mutable_data_ptr<float>() : nullptr;
+  call.grad_bias = mask[2] ? grad_bias.mutable_data_ptr<float>() : nullptr;
+  kernels::launch_norm_backward(type, shape, affine.call(), static_cast<Activation>(activation), call,
+                                current_stream(x));
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+}
+
+Gradients batch_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
+                                   bool training, double eps, int64_t activation, Mask3 mask) {
+  if (!native_kernel_for(input) || grad.scalar_type() != input.scalar_type()) {
+    return batch_norm_backward_with_aten(grad, input, weight, bias, mean, var, training, eps, activation,
+                                         mask);
+  }
+  return backward(grad, input, 0, Affine(mean, var, weight, bias, eps, /*inverse=*/false), training,
+                  activation, mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_cuda(const Tensor& input, const OptionalTensor& weight,
+                                                   const OptionalTensor& bias, int64_t groups, double eps,
+                                                   int64_t activation) {
+  if (!native_kernel_for(input)) {
+    return group_norm_with_aten(input, weight, bias, groups, eps, activation);
+  }
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Tensor x = dense(input, input);
+  auto [mean, rstd] = statistics(x, groups, {}, {}, 0, eps, /*inverse=*/true);
+  Tensor y = mapped(x, groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true), activation);
+  return {std::move(y), std::move(mean), std::move(rstd)};
+}
+
+Tensor group_norm_again_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                             const Tensor& mean, const Tensor& rstd, int64_t groups, double eps,
+                             int64_t activation) {
+  if (!native_kernel_for(input)) {
+    return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation));
+  }
+  const c10::cuda::CUDAGuard guard(input.device());
+  return mapped(dense(input, input), groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true),
+                activation);
+}
+
+Gradients group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                                   const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
+                                   int64_t groups, double eps, int64_t activation, Mask3 mask) {
+  if (!native_kernel_for(input) || grad.scalar_type() != input.scalar_type()) {
+    return group_norm_backward_with_aten(grad, input, weight, bias, mean, rstd, groups, eps, activation,
+                                         mask);
+  }
+  auto [grad_input, grad_weight, grad_bias] =
+      backward(grad, input, groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true),
+               /*training=*/true, activation, mask);
+  const auto like = [](const Tensor& gradient, const OptionalTensor& parameter) {
+    const bool given = parameter.has_value() && parameter->defined();
+    return gradient.defined() && given ? gradient.to(parameter->scalar_type()) : gradient;
+  };
+  return {grad_input, like(grad_weight, weight), like(grad_bias, bias)};
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
+  m.impl("_batch_statistics", &batch_statistics_cuda);
+  m.impl("_normalize", &normalize_cuda);
+  m.impl("_normalize_masked", &normalize_masked_cuda);
+  m.impl("_batch_norm_backward", &batch_norm_backward_cuda);
+  m.impl("_group_norm", &group_norm_cuda);
+  m.impl("_group_norm_again", &group_norm_again_cuda);
+  m.impl("_group_norm_backward", &group_norm_backward_cuda);
+}
+
+}  // namespace
+
+}  // namespace patchconv
