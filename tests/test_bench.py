@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cases, census, correct, gpu, gpu_measure, measure, report
+from bench import cases, census, correct, correct_kernels, gpu, gpu_measure, measure, report
 from bench.cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,6 +326,53 @@ def test_the_large_probe_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> N
     conv2d = correct.pc.functional.conv2d
     monkeypatch.setattr(correct.pc.functional, "conv2d", lambda *a, **k: conv2d(*a, **k).roll(1, 2))
     assert "2^31" in correct.probe_large("cpu", **small)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("mask leaky_relu torch.float32 noise", lambda y: y * (1 + 1e-6)),
+        ("mask relu torch.float16 ramp ((8191,)", lambda y: y + y * 2.0**-10),
+        ("max pool 2x2 torch.float32", lambda y: y.roll(1, -1)),
+        ("dropout 0.5 0.25 -1.5 torch.float32", lambda y: y.roll(1, -1)),
+    ],
+)
+def test_the_checks_of_kernels_notice_a_mistake(
+    name: str, mistake: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = next(check for other, check in correct_kernels.checks() if other.startswith(name))
+    assert check("cpu")[1] == ""
+
+    class Wrong:
+        def __getattr__(self, operator: str) -> Any:
+            return lambda *arguments: mistake(getattr(torch.ops.patchconv, operator)(*arguments))
+
+    kind = name.split()[1]
+    if kind in correct_kernels.ACTIVATIONS:
+        ours, stock = correct_kernels.ACTIVATIONS[kind]
+        monkeypatch.setitem(correct_kernels.ACTIVATIONS, kind, (lambda x: mistake(ours(x)), stock))
+    monkeypatch.setattr(correct_kernels, "ops", Wrong())
+    worst, wrong = check("cpu")
+    assert worst > 1 and "error" in wrong
+
+
+def test_the_large_probe_of_kernels_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"elements": 3 * 2**16 + 4, "width": 64}
+    assert correct_kernels.probe_large("cpu", **small) == (0.0, "")
+    shifted = lambda seed, p, count, first: kept(seed, p, count, first + 1)  # noqa: E731
+    kept = correct_kernels.kept
+    monkeypatch.setattr(correct_kernels, "kept", shifted)
+    worst, wrong = correct_kernels.probe_large("cpu", **small)
+    assert worst > 1 and wrong.count("dropout") == 3 and "mask" not in wrong and "max pool" not in wrong
+    monkeypatch.setattr(correct_kernels.F, "max_unpool2d", lambda *a, **k: torch.zeros(()))
+    assert correct_kernels.probe_large("cpu", **small)[1].count("max pool") == 3
+
+
+def test_philox() -> None:
+    """The words that the generator's authors give for key and counter 0."""
+    words = correct_kernels.philox(0, 0, 4)
+    assert [hex(int(word)) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert (correct_kernels.philox(2**62 + 3, 5, 9) == correct_kernels.philox(2**62 + 3, 0, 29)[20:]).all()
 
 
 def test_rendering_again_changes_nothing(tmp_path: Path) -> None:
