@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cases, census, correct, correct_kernels, gpu, gpu_measure, measure, report
+from bench import (
+    cases,
+    census,
+    correct,
+    gpu,
+    gpu_kernels,
+    gpu_measure,
+    measure,
+    report,
+)  # fmt: skip
 from bench.cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,7 +183,7 @@ def test_gpu_command_without_a_gpu() -> None:
 @pytest.mark.slow
 def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
     """All parts but the tests', each in its process, into one file, which then holds every variant."""
-    for part in ("correct", "sanitizer", "memory", "speed"):
+    for part in (part for part in gpu.PARTS if part != "tests"):
         options = ("--only", part, "--budget", "100", "--out", str(tmp_path))
         done = run("gpu", "--device", "cpu", "--size", "tiny", *options)
         assert done.returncode == 0, done.stderr
@@ -188,9 +196,15 @@ def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
             assert "error" not in row or row["implementation"] == "patch_conv", row
         forced = [row for row in data[part] if row["implementation"] == "ours" and row["splits"]]
         assert forced and all(row["path"] == "tiled" for row in forced)
+    for section, jobs in gpu_kernels.SECTIONS.items():
+        rows = data["kernels"][section]
+        facts = ("name", "pass", "dtype", "layout", "mib", "targets")
+        assert [{key: row[key] for key in facts} for row in rows] == [job.facts for job in jobs("tiny")]
+        assert all(row["met"].keys() == row["targets"].keys() and min(row["calls"].values()) >= 10 for row in rows)
     assert not data.get("missing")
     text = (tmp_path / "cpu.md").read_text()
     assert all(variant.name in text for variant in gpu_measure.VARIANTS)
+    assert all(f"## {section.capitalize()}: time" in text for section in gpu_kernels.SECTIONS)
 
 
 def test_gpu_run_keeps_within_its_time(tmp_path: Path) -> None:
@@ -199,6 +213,11 @@ def test_gpu_run_keeps_within_its_time(tmp_path: Path) -> None:
     limits = {"copy_gb_s": 1.0, "bf16_tflop_s": 1.0}
     missing = gpu_measure.memory("full", "cpu", limits, rows, lambda: None, lambda: 0.0)
     assert rows == [] and len(missing) == len(list(gpu_measure.work("full")))
+
+
+def test_gpu_parts_share_less_than_eight_minutes() -> None:
+    assert gpu.SHARES.keys() == gpu.PARTS.keys() and sum(gpu.SHARES.values()) + 10 < 8 * 60
+    assert list(gpu.PARTS)[-1] == "speed", "what is left goes to the last"
 
 
 def test_running_out_of_memory_is_a_result() -> None:
@@ -326,53 +345,6 @@ def test_the_large_probe_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> N
     conv2d = correct.pc.functional.conv2d
     monkeypatch.setattr(correct.pc.functional, "conv2d", lambda *a, **k: conv2d(*a, **k).roll(1, 2))
     assert "2^31" in correct.probe_large("cpu", **small)[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("mask leaky_relu torch.float32 noise", lambda y: y * (1 + 1e-6)),
-        ("mask relu torch.float16 ramp ((8191,)", lambda y: y + y * 2.0**-10),
-        ("max pool 2x2 torch.float32", lambda y: y.roll(1, -1)),
-        ("dropout 0.5 0.25 -1.5 torch.float32", lambda y: y.roll(1, -1)),
-    ],
-)
-def test_the_checks_of_kernels_notice_a_mistake(
-    name: str, mistake: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = next(check for other, check in correct_kernels.checks() if other.startswith(name))
-    assert check("cpu")[1] == ""
-
-    class Wrong:
-        def __getattr__(self, operator: str) -> Any:
-            return lambda *arguments: mistake(getattr(torch.ops.patchconv, operator)(*arguments))
-
-    kind = name.split()[1]
-    if kind in correct_kernels.ACTIVATIONS:
-        ours, stock = correct_kernels.ACTIVATIONS[kind]
-        monkeypatch.setitem(correct_kernels.ACTIVATIONS, kind, (lambda x: mistake(ours(x)), stock))
-    monkeypatch.setattr(correct_kernels, "ops", Wrong())
-    worst, wrong = check("cpu")
-    assert worst > 1 and "error" in wrong
-
-
-def test_the_large_probe_of_kernels_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"elements": 3 * 2**16 + 4, "width": 64}
-    assert correct_kernels.probe_large("cpu", **small) == (0.0, "")
-    shifted = lambda seed, p, count, first: kept(seed, p, count, first + 1)  # noqa: E731
-    kept = correct_kernels.kept
-    monkeypatch.setattr(correct_kernels, "kept", shifted)
-    worst, wrong = correct_kernels.probe_large("cpu", **small)
-    assert worst > 1 and wrong.count("dropout") == 3 and "mask" not in wrong and "max pool" not in wrong
-    monkeypatch.setattr(correct_kernels.F, "max_unpool2d", lambda *a, **k: torch.zeros(()))
-    assert correct_kernels.probe_large("cpu", **small)[1].count("max pool") == 3
-
-
-def test_philox() -> None:
-    """The words that the generator's authors give for key and counter 0."""
-    words = correct_kernels.philox(0, 0, 4)
-    assert [hex(int(word)) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
-    assert (correct_kernels.philox(2**62 + 3, 5, 9) == correct_kernels.philox(2**62 + 3, 0, 29)[20:]).all()
 
 
 def test_rendering_again_changes_nothing(tmp_path: Path) -> None:
