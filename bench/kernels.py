@@ -8,10 +8,11 @@ in its machine code, are compared with the comment above the kernel, in its .cu 
     template <typename T>
     __global__ void some_kernel(...)
 
-The budget is for the worst instance on the worst architecture; shared memory is what the kernel declares, not what a
-launch asks for besides. Errors: a kernel without a budget or that is never compiled, more than the budget, a budget far
-above the use (so that it stays true), spills, a stack frame, local memory. Exit code 1 for any of these, 2 without a
-toolkit. Results are cached in build/kernels by a hash of sources, flags and compiler.
+The budget is for the worst instance on the worst architecture. Shared memory is what the kernel declares and what its
+launch asks for together; the launch is not seen here, so that only what is declared is held to it, and a kernel without
+any to 0. Errors: a kernel without a budget or that is never compiled, more than the budget, registers far below it (so
+that budgets stay true), spills, a stack frame, local memory. Exit code 1 for any of these, 2 without a toolkit. Results
+are cached in build/kernels by a hash of sources, flags and compiler.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = ("-cubin", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v")
 OLDEST = (12, 8)  # the first toolkit that knows sm_120
 CACHE = ROOT / "build" / "kernels"
-SLACK_REGISTERS, SLACK_SHARED = 16, 1024  # how far a budget may lie above the use
+SLACK = 16  # registers that a budget may lie above the use
 
 
 class Failed(RuntimeError):
@@ -75,6 +76,7 @@ class Use:
     spill_loads: int = 0
     local: int = 0
     accesses: int = 0  # instructions that load from local memory or store to it
+    shares: bool | None = None  # uses shared memory, declared or given by the launch; None: not known
 
     @property
     def name(self) -> str:
@@ -196,15 +198,21 @@ def parse(text: str, arch: str) -> list[Use]:
     return [Use(name, arch, **facts) for name, facts in found.items()]
 
 
-def local_accesses(sass: str) -> Counter[str]:
-    """Loads and stores of local memory in the machine code of each function, from what nvdisasm prints."""
-    found: Counter[str] = Counter()
+_ACCESSES = {
+    "local": re.compile(r"\b(?:LDL|STL)\b"),
+    "shared": re.compile(r"\b(?:LDS|STS|ATOMS|LDSM|STSM|LDGSTS|UBLKCP|UTMALDG)\b"),
+}
+
+
+def accesses(sass: str) -> dict[str, Counter[str]]:
+    """Instructions of each function that touch local or shared memory, from what nvdisasm prints."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     function = ""
     for line in sass.splitlines():
         if section := re.match(r"\s*\.section\s+\.text\.([^,\s]+)", line):
             function = section[1]
-        elif re.match(r"\s*/\*[0-9a-f]+\*/", line) and re.search(r"\b(?:LDL|STL)\b", line):
-            found[function] += 1
+        elif re.match(r"\s*/\*[0-9a-f]+\*/", line):
+            found[function].update(memory for memory, word in _ACCESSES.items() if word.search(line))
     return found
 
 
@@ -252,10 +260,13 @@ class Compiler:
             cubin = Path(folder) / "kernels.cubin"
             found = parse(_run([*command, "-o", str(cubin)]), arch)
             if self.disassembler is not None and found:
-                accesses = local_accesses(_run([str(self.disassembler), "-c", str(cubin)]))
+                seen = accesses(_run([str(self.disassembler), "-c", str(cubin)]))
                 known = {use.function for use in found}
-                found = [Use(**(asdict(use) | {"accesses": accesses[use.function]})) for use in found]
-                found += [Use(name, arch, False, accesses=n) for name, n in accesses.items() if name not in known]
+                found += [Use(function, arch, kernel=False) for function in seen if function not in known]
+                found = [
+                    replace(use, accesses=seen[use.function]["local"], shares=seen[use.function]["shared"] > 0)
+                    for use in found
+                ]
             draft = Path(folder) / "uses.json"
             draft.write_text(json.dumps([asdict(use) for use in found]))
             draft.replace(cached)
@@ -306,10 +317,12 @@ def offences(source: Path, uses: Sequence[Use], limits: dict[str, Budget | None]
                 found.append(f"{use.where} takes {use.registers} registers, its budget is {budget.registers}")
             if use.shared > budget.shared:
                 found.append(f"{use.where} takes {use.shared} bytes of shared memory, its budget is {budget.shared}")
-        if budget.registers > most + SLACK_REGISTERS:
+        if budget.registers > most + SLACK:
             found.append(f"{name} has a budget of {budget.registers} registers and takes {most} at most: lower it")
-        if budget.shared > shared + SLACK_SHARED:
-            found.append(f"{name} has a budget of {budget.shared} bytes of shared memory and takes {shared}: lower it")
+        shares = [use.shares for use in instances]
+        if None not in shares and (budget.shared > 0) != any(shares):
+            uses_it = "no" if budget.shared else "some"
+            found.append(f"{name} has a budget of {budget.shared} bytes of shared memory and uses {uses_it}")
     return [f"{source.name}: {text}" for text in found]
 
 
@@ -318,7 +331,7 @@ def table(found: dict[Path, list[Use]], limits: dict[Path, dict[str, Budget | No
     result = Table(title="Registers of every kernel" + ("" if each else ", of its worst instance"))
     for head in ("file", "kernel", "template arguments"):
         result.add_column(head)
-    for head in (*ARCHS, "budget", "shared", "budget", "spilled", "local", "LDL, STL"):
+    for head in (*ARCHS, "budget", "shared", "declared", "spilled", "local", "LDL, STL"):
         result.add_column(head, justify="right")
     for source, uses in found.items():
         groups: dict[tuple[str, str], list[Use]] = {}
@@ -331,7 +344,7 @@ def table(found: dict[Path, list[Use]], limits: dict[Path, dict[str, Budget | No
             budget = limits[source].get(name)
             most = [max((use.registers for use in members if use.arch == arch), default=None) for arch in ARCHS]
             numbers = [
-                *most, budget and budget.registers, max(use.shared for use in members), budget and budget.shared,
+                *most, budget and budget.registers, budget and budget.shared, max(use.shared for use in members),
                 max(use.spill_stores + use.spill_loads for use in members),
                 max(max(use.stack, use.local) for use in members), max(use.accesses for use in members),
             ]  # fmt: skip
@@ -377,7 +390,7 @@ def main(argv: list[str] | None = None) -> int:
     except Failed as error:
         print(f"bench.kernels: {error}", file=sys.stderr)
         return 1
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    Console(width=None if sys.stdout.isatty() else 200).print(shown)
     read = "machine code read" if compiler.disassembler else "no nvdisasm as new as the toolkit: machine code not read"
     release = ".".join(map(str, toolkit.version))
     print(f"CUDA {release}, {read}; {time.perf_counter() - start:.0f} s. {len(wrong) or 'No'} offences.")

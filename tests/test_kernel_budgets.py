@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ SASS = f"""\
 .text.{MASK}:
         /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0560*/                   LDG.E.128 R12, desc[UR4][R4.64] ;
+        /*0570*/                   STS.128 [R7], R12 ;
 	.section	.text._Z5callsPfi,"ax",@progbits
         /*0560*/                   STL [R15], R14 ;
         /*0630*/              @!P0 LDL.64 R4, [R4] ;
@@ -123,6 +125,31 @@ def test_a_kernel_in_local_memory_is_found(toolkit: Toolkit, tmp_path: Path, mon
     assert kernels.check(compiler, [source])[1] == wrong
 
 
+def test_shared_memory_of_the_launch_is_seen(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+    if kernels.disassembler(toolkit) is None:
+        pytest.skip("no nvdisasm as new as the toolkit")
+    source = tmp_path / "shared.cu"
+    budget = "// Budget: 16 registers, {} bytes of shared memory.\n"
+    given = "{ extern __shared__ int s[]; s[y[0]] = y[1]; __syncthreads(); y[2] = s[y[3]]; }\n"
+    declared = given.replace("extern __shared__ int s[]", "__shared__ int s[64]")
+    for numbers, wrong in (
+        ((4096, 256, 0), []),
+        ((0, 255, 8), [
+            "given has a budget of 0 bytes of shared memory and uses some",
+            "none has a budget of 8 bytes of shared memory and uses no",
+            *[f"declared on {arch} takes 256 bytes of shared memory, its budget is 255" for arch in kernels.ARCHS],
+        ]),
+    ):  # fmt: skip
+        bodies = {"given": given, "declared": declared, "none": "{ y[2] = y[3]; }\n"}
+        source.write_text("".join(
+            f"{budget.format(n)}__global__ void {name}(int* y) {body}"
+            for n, (name, body) in zip(numbers, bodies.items(), strict=True)
+        ))  # fmt: skip
+        found = kernels.check(kernels.Compiler(toolkit), [source])[1]
+        assert sorted(found) == sorted(f"shared.cu: {line}" for line in wrong)
+
+
 def test_code_that_does_not_compile_is_an_error(
     toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,11 +196,12 @@ def test_a_silent_compiler_is_an_error(words: str) -> None:
         kernels.parse(FINE, "sm_90a")
 
 
-def test_local_memory_in_machine_code() -> None:
-    assert kernels.local_accesses(SASS) == {"_Z5callsPfi": 2}
+def test_memory_in_machine_code() -> None:
+    assert kernels.accesses(SASS) == {MASK: {"shared": 1}, "_Z5callsPfi": {"local": 2}}
 
 
-GOOD = Use(MASK, "sm_80", registers=54, shared=2048)
+GOOD = Use(MASK, "sm_80", registers=54, shared=2048, shares=True)
+PLAIN = Use(MASK, "sm_80", registers=54, shares=False)
 SOURCE = Path("mask.cu")
 
 
@@ -181,11 +209,15 @@ SOURCE = Path("mask.cu")
     ("use", "budget", "says"),
     [
         (GOOD, Budget(54, 2048), None),
-        (GOOD, Budget(70, 3072), None),
+        (GOOD, Budget(70, 9000), None),
+        (PLAIN, Budget(54, 0), None),
+        (replace(PLAIN, shares=None), Budget(54, 1), None),
+        (replace(PLAIN, shares=True), Budget(54, 1), None),
         (GOOD, Budget(53, 2048), "mask_backward_kernel<BFloat16> on sm_80 takes 54 registers, its budget is 53"),
         (GOOD, Budget(71, 2048), "mask_backward_kernel has a budget of 71 registers and takes 54 at most: lower it"),
         (GOOD, Budget(54, 2047), "takes 2048 bytes of shared memory, its budget is 2047"),
-        (GOOD, Budget(54, 3073), "has a budget of 3073 bytes of shared memory and takes 2048: lower it"),
+        (PLAIN, Budget(54, 1), "has a budget of 1 bytes of shared memory and uses no"),
+        (replace(PLAIN, shares=True), Budget(54, 0), "has a budget of 0 bytes of shared memory and uses some"),
         (GOOD, None, "no budget; right above it should stand: // Budget: 56 registers, 2048 bytes of shared memory."),
     ],
 )
@@ -196,7 +228,7 @@ def test_budgets(use: Use, budget: Budget | None, says: str | None) -> None:
 
 
 def test_the_worst_instance_counts() -> None:
-    both = [GOOD, Use(MASK.replace("8BFloat16", "4Half"), "sm_120", registers=80, shared=2048)]
+    both = [GOOD, Use(MASK.replace("8BFloat16", "4Half"), "sm_120", registers=80)]
     assert kernels.offences(SOURCE, both, {"mask_backward_kernel": Budget(80, 2048)}) == []
     assert kernels.offences(SOURCE, both, {"mask_backward_kernel": Budget(79, 2048)}) == [
         "mask.cu: mask_backward_kernel<Half> on sm_120 takes 80 registers, its budget is 79"
