@@ -54,7 +54,7 @@ PYTEST_ARGS ?=
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build wheel cpp lint format bench models gpu clean distclean
+.PHONY: help demo test build wheel cpp kernels lint format bench models gpu clean distclean
 
 help: ## this list
 	@echo 'make TARGET [TORCH="torch==X.Y.Z"] [VENV=path] [PATCHCONV_CUDA=auto|0|1]'
@@ -82,6 +82,9 @@ wheel: $(TORCH_STAMP) ## dist/*.whl, tried in a clean environment outside the tr
 
 cpp: build $(TEST_STAMP) ## libpatchconv with CMake, its tests and a program that uses it
 	$(PY) -m pytest tests/test_cpp.py $(PYTEST_ARGS)
+
+kernels: $(DEMO_STAMP) ## registers and memory of every CUDA kernel against its budget (no GPU)
+	$(PY) -m bench.kernels
 
 lint: $(TEST_STAMP) $(DEMO_STAMP) $(LINT_STAMP) ## ruff, mypy, clang-format
 	$(PY) -m ruff check .

@@ -18,6 +18,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 PASSES = ("fprop", "dgrad", "wgrad", "backward")
 STOCK, PATCH_CONV, OURS = "stock", "patch_conv", "ours"
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+CONTENTS = ("noise", "ramp", "steps", "spike")
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,18 @@ GPU = {
     ],
     "tiny": [Case(8, 8, 40, 40, 3, "bfloat16"), Case(8, 8, 40, 40, 7, "float16")],
 }
+
+
+def contents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
+    """What tensors of the checks hold."""
+    if kind == "noise":
+        return torch.randn(shape, generator=generator)
+    if kind == "spike":
+        values = torch.zeros(shape)
+        values.view(-1)[values.numel() // 3] = 1
+        return values
+    place = sum(
+        (axis + 1) * torch.arange(size).view([-1] + [1] * (len(shape) - axis - 1)) for axis, size in enumerate(shape)
+    )
+    assert isinstance(place, Tensor)
+    return place / 8 - 3 if kind == "ramp" else (place % 5 < 2).float()

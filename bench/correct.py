@@ -1,8 +1,8 @@
-"""Every convolution operator and its gradients against float64, on random and on structured inputs.
+"""Every convolution operator, every kernel and their gradients against float64, on random and structured inputs.
 
 The tests ask the same in far more configurations; this is the short form that fits into minutes on a new
 device, and that a memory checker can run: `python -m bench.correct --device cuda [--few]`. Exit code 1 if
-anything is off.
+anything is off. Here are the convolutions; bench/correct_kernels.py has the rest.
 
 Exact values come from stock PyTorch in float64 on the CPU, fed with the rounded tensors that the device gets.
 An error may be 1.1 times stock's largest on the same device in the same type, plus what rounding the result
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-CONTENTS = ("noise", "ramp", "steps", "spike")
+from . import correct_kernels
+from .cases import CONTENTS, UNIT, contents
+
 RESULTS = ("output", "grad_input", "grad_weight", "grad_bias")
 SIZES = {1: (53,), 2: (19, 23), 3: (7, 9, 11)}
 BATCH, CHANNELS = 2, 4
@@ -95,20 +97,6 @@ class Check:
         w = torch.randn((*ends, *self.kernel), generator=generator) / 6
         b = torch.randn(outputs, generator=generator)
         return [t.to(self.dtype) for t in (x, w, b)]
-
-
-def contents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
-    if kind == "noise":
-        return torch.randn(shape, generator=generator)
-    if kind == "spike":
-        values = torch.zeros(shape)
-        values.view(-1)[values.numel() // 3] = 1
-        return values
-    place = sum(
-        (axis + 1) * torch.arange(size).view([-1] + [1] * (len(shape) - axis - 1)) for axis, size in enumerate(shape)
-    )
-    assert isinstance(place, Tensor)
-    return place / 8 - 3 if kind == "ramp" else (place % 5 < 2).float()
 
 
 def checks(few: bool = False) -> Iterator[Check]:
@@ -215,17 +203,27 @@ def probe_large(
     return worst, "" if worst <= 1 else f"above 2^31 elements: error {worst:.3g} times its bound"
 
 
-def run(device: str, few: bool = False, budget: float = float("inf"), large: bool = False) -> dict[str, Any]:
+def run(
+    device: str, few: bool = False, budget: float = float("inf"), large: bool = False, only: str = "all"
+) -> dict[str, Any]:
     """Runs the checks that fit into `budget` seconds; the result says how many that were."""
     # Comparisons are with float64: TensorFloat-32 would be an error of our own making.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    wanted, start = list(checks(few)), time.perf_counter()
-    report: dict[str, Any] = {"checked": 0, "of": len(wanted) + large, "worst": 0.0, "failures": []}
-
-    def note(name: str, check: Callable[[], tuple[float, str]]) -> None:
+    wanted: list[tuple[str, Callable[[str], tuple[float, str]]]] = []
+    if only != "convolutions":
+        wanted += [("kernels, large", correct_kernels.probe_large)] * large
+        wanted += correct_kernels.checks(few)
+    if only != "kernels":
+        wanted += [("large", probe_large)] * large
+        wanted += [(str(check), partial(excess, check)) for check in checks(few)]
+    start = time.perf_counter()
+    report: dict[str, Any] = {"checked": 0, "of": len(wanted), "worst": 0.0, "failures": []}
+    for name, check in wanted:
+        if time.perf_counter() - start > budget:
+            break
         try:
-            worst, wrong = check()
+            worst, wrong = check(device)
         except RuntimeError as error:
             if "CUDA error" in str(error):
                 raise  # nothing that this process computes from here on means anything
@@ -234,22 +232,16 @@ def run(device: str, few: bool = False, budget: float = float("inf"), large: boo
         report["worst"] = max(report["worst"], worst if worst < float("inf") else 1e9)
         if wrong:
             report["failures"].append(f"{name}: {wrong}")
-
-    if large:
-        note("large", lambda: probe_large(device))
-    for check in wanted:
-        if time.perf_counter() - start > budget:
-            break
-        note(str(check), lambda check=check: excess(check, device))  # type: ignore[misc]
     return report
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--few", action="store_true", help="every third kind, two types: for slow memory checkers")
+    parser.add_argument("--few", action="store_true", help="fewer kinds, two types: for slow memory checkers")
+    parser.add_argument("--only", choices=("all", "convolutions", "kernels"), default="all")
     arguments = parser.parse_args(argv)
-    found = run(arguments.device, arguments.few)
+    found = run(arguments.device, arguments.few, only=arguments.only)
     print(f"{found['checked']} checks of {found['of']}, largest error {found['worst']:.3f} of its bound")
     for failure in found["failures"]:
         print(failure)

@@ -3,7 +3,9 @@
 Parts, each in a process of its own, so that none can end the others:
   tests      the test suite's CUDA half
   correct    every operator and its gradients against float64, and more than 2^31 elements (bench.correct)
-  sanitizer  compute-sanitizer's memcheck over a few small cases, where the tool is on PATH
+  sanitizer  compute-sanitizer over a few small cases, where the tool is on PATH: memcheck, racecheck of our kernels
+  masks, pools, dropout
+             times of the memory-bound kernels beside stock's and a plain copy (bench.gpu_kernels)
   memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
   speed      times of the same
 `--only PART` runs one of them and keeps the others' earlier results. Results are written as they come, to
@@ -21,14 +23,17 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from . import correct, gpu_measure, measure, report
+from . import correct, gpu_kernels, gpu_measure, measure, report, report_kernels
 
 # Seconds of the total that a part may take; what one leaves, the last (speed) gets.
-SHARES = {"tests": 140.0, "correct": 50.0, "sanitizer": 45.0, "memory": 75.0, "speed": 150.0}
+SHARES = {"tests": 130.0, "correct": 50.0, "sanitizer": 55.0, "masks": 25.0, "pools": 40.0, "dropout": 18.0,
+          "memory": 60.0, "speed": 82.0}  # fmt: skip
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
 
@@ -101,29 +106,44 @@ def correctness(run: Run) -> None:
     )
 
 
+# compute-sanitizer's tools, what they are given, and the share of the time left that each may take. A race can only be
+# in shared memory, and only in our own kernels is it ours to find.
+SANITIZERS: dict[str, tuple[list[str], list[str], float]] = {
+    "memcheck": ([], ["--only", "all"], 0.65),
+    "racecheck": (["--kernel-name", "kns=patchconv"], ["--only", "kernels"], 1.0),
+}
+
+
 def sanitizer(run: Run) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None or run.device != "cuda":
         run.data["sanitizer"] = {"summary": "not run: compute-sanitizer is not on PATH"}
-    else:
-        # Without the caching allocator every tensor is an allocation of its own, whose bounds are then known.
-        settings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        command = [
-            tool,
-            "--tool",
-            "memcheck",
-            "--error-exitcode",
-            "99",
-            sys.executable,
-            "-m",
-            "bench.correct",
-        ]
-        output, code = _finished([*command, "--device", "cuda", "--few"], run.left(), settings)
-        summary = next((line for line in output.splitlines() if "ERROR SUMMARY" in line), "no summary").strip("= ")
+        print(f"sanitizer: {run.data['sanitizer']['summary']}", flush=True)
+        return
+    # Without the caching allocator every tensor is an allocation of its own, whose bounds are then known.
+    settings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found: dict[str, dict[str, Any]] = {}
+    for name, (options, checks, share) in SANITIZERS.items():
+        command = [tool, "--tool", name, *options, "--error-exitcode", "99", sys.executable, "-m", "bench.correct"]
+        output, code = _finished([*command, "--device", "cuda", "--few", *checks], share * run.left(), settings)
+        summary = next((line for line in output.splitlines() if "SUMMARY" in line), "no summary").strip("= ")
         if code is None:
             summary = "not finished in time"
-        run.data["sanitizer"] = {"summary": summary, "exit": code, "output": output[-4000:] if code else ""}
-    print(f"sanitizer: {run.data['sanitizer']['summary']}", flush=True)
+        found[name] = {"summary": summary, "exit": code, "output": output[-4000:] if code else ""}
+        print(f"sanitizer: {name}: {summary}", flush=True)
+    run.data["sanitizer"] = found | {
+        "summary": "; ".join(f"{name}: {one['summary']}" for name, one in found.items()),
+        "exit": next((one["exit"] for one in found.values() if one["exit"] != 0), 0),
+    }
+
+
+def kernels(section: str, run: Run) -> None:
+    rows: list[Any] = []
+    run.data.setdefault("kernels", {})[section] = rows
+    missing = gpu_kernels.measure_section(section, run.size, run.device, rows, run.save, run.left)
+    run.missing(f"{section}:", missing)
+    for line in report_kernels.verdicts(rows):
+        print("  ".join(line), flush=True)
 
 
 def _measured(run: Run, part: str) -> None:
@@ -145,7 +165,14 @@ def speed(run: Run) -> None:
     _measured(run, "speed")
 
 
-PARTS = {"tests": tests, "correct": correctness, "sanitizer": sanitizer, "memory": memory, "speed": speed}
+PARTS: dict[str, Callable[[Run], None]] = {
+    "tests": tests,
+    "correct": correctness,
+    "sanitizer": sanitizer,
+    **{section: partial(kernels, section) for section in gpu_kernels.SECTIONS},
+    "memory": memory,
+    "speed": speed,
+}
 
 
 def _finished(command: list[str], seconds: float, environment: Any = None) -> tuple[str, int | None]:

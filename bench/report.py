@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure
+from . import figures, measure, report_kernels
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -296,6 +296,11 @@ def gpu(data: dict[str, Any]) -> str:
             f"Device copy {limits['copy_gb_s']:.0f} GB/s, bf16 matrix product {limits['bf16_tflop_s']:.0f} "
             "TFLOP/s; the floor of a case is the larger of its bytes and its arithmetic at these rates.\n"
         )
+    for section, rows in data.get("kernels", {}).items():
+        parts.append(f"## {section.capitalize()}: time, level-2 cache flushed before every call\n")
+        parts.append("The floor's bytes are counted on all sides; the copy moves as many.\n")
+        parts.append(table(report_kernels.VERDICTS_HEAD, report_kernels.verdicts(rows)) + "\n")
+        parts.append(table(report_kernels.ROWS_HEAD, report_kernels.lines_of(rows)) + "\n")
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _gpu_memory),
         ("speed", "Time, ms, median (least to most), level-2 cache flushed before every call", _gpu_time),

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cases, census, correct, gpu, gpu_measure, measure, report
+from bench import (
+    cases,
+    census,
+    correct,
+    gpu,
+    gpu_kernels,
+    gpu_measure,
+    measure,
+    report,
+)  # fmt: skip
 from bench.cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,7 +183,7 @@ def test_gpu_command_without_a_gpu() -> None:
 @pytest.mark.slow
 def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
     """All parts but the tests', each in its process, into one file, which then holds every variant."""
-    for part in ("correct", "sanitizer", "memory", "speed"):
+    for part in (part for part in gpu.PARTS if part != "tests"):
         options = ("--only", part, "--budget", "100", "--out", str(tmp_path))
         done = run("gpu", "--device", "cpu", "--size", "tiny", *options)
         assert done.returncode == 0, done.stderr
@@ -187,9 +196,15 @@ def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
             assert "error" not in row or row["implementation"] == "patch_conv", row
         forced = [row for row in data[part] if row["implementation"] == "ours" and row["splits"]]
         assert forced and all(row["path"] == "tiled" for row in forced)
+    for section, jobs in gpu_kernels.SECTIONS.items():
+        rows = data["kernels"][section]
+        facts = ("name", "pass", "dtype", "layout", "mib", "targets")
+        assert [{key: row[key] for key in facts} for row in rows] == [job.facts for job in jobs("tiny")]
+        assert all(row["met"].keys() == row["targets"].keys() and min(row["calls"].values()) >= 10 for row in rows)
     assert not data.get("missing")
     text = (tmp_path / "cpu.md").read_text()
     assert all(variant.name in text for variant in gpu_measure.VARIANTS)
+    assert all(f"## {section.capitalize()}: time" in text for section in gpu_kernels.SECTIONS)
 
 
 def test_gpu_run_keeps_within_its_time(tmp_path: Path) -> None:
@@ -198,6 +213,11 @@ def test_gpu_run_keeps_within_its_time(tmp_path: Path) -> None:
     limits = {"copy_gb_s": 1.0, "bf16_tflop_s": 1.0}
     missing = gpu_measure.memory("full", "cpu", limits, rows, lambda: None, lambda: 0.0)
     assert rows == [] and len(missing) == len(list(gpu_measure.work("full")))
+
+
+def test_gpu_parts_share_less_than_eight_minutes() -> None:
+    assert gpu.SHARES.keys() == gpu.PARTS.keys() and sum(gpu.SHARES.values()) + 10 < 8 * 60
+    assert list(gpu.PARTS)[-1] == "speed", "what is left goes to the last"
 
 
 def test_running_out_of_memory_is_a_result() -> None:

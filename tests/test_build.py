@@ -140,11 +140,11 @@ def test_no_toolkit_anywhere(choice: str) -> None:
     """One line that names every place looked at; with 1, an error that names what to install."""
     # setup.py decides when it is imported as well, where this machine's toolkits must not matter.
     code = f"""
-import os, pathlib, runpy
+import os, pathlib, runpy, sys
 os.environ["PATCHCONV_CUDA"] = "0"
 facts = runpy.run_path("setup.py", run_name="probe")
 places = [("CUDA_HOME", pathlib.Path("/nowhere")), ("/usr/local/cuda", pathlib.Path("/no"))]
-facts["decide"].__globals__["candidate_homes"] = lambda: places
+sys.modules["cuda_toolkit"].candidate_homes = lambda: places
 os.environ["PATCHCONV_CUDA"] = "{choice}"
 print(facts["decide"]().reason)
 """

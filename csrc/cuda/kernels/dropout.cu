@@ -11,6 +11,7 @@ namespace patchconv::kernels {
 
 namespace {
 
+// Budget: 72 registers, 0 bytes of shared memory.
 template <typename T, bool kAdds>
 __global__ void __launch_bounds__(kElementThreads) dropout_kernel(Dropout call, bool aligned) {
   using E = Elements<T>;

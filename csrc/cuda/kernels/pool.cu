@@ -98,6 +98,7 @@ PATCHCONV_DEVICE Place moved(Place place, int step, const Sides& n) {
   return place;
 }
 
+// Budget: 64 registers, 0 bytes of shared memory.
 template <typename T, typename Offset, bool kTake>
 __global__ void __launch_bounds__(kElementThreads, 4)
     max_pool_kernel(Dims pool, Sides out, int64_t count, const T* x, T* y, Offset* offsets) {
@@ -173,6 +174,7 @@ PATCHCONV_DEVICE int tap_at(const Dim& dim, int o, int i) {
   return tap < dim.taps(o) ? tap : -1;
 }
 
+// Budget: 64 registers, 0 bytes of shared memory.
 template <typename T, typename Offset>
 __global__ void __launch_bounds__(kElementThreads, 4)
     max_pool_backward_kernel(Dims pool, Sides in, int64_t count, const T* grad, const Offset* offsets,

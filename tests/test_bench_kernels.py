@@ -1,0 +1,128 @@
+"""bench.gpu on the memory-bound kernels: its checks notice mistakes, its sections time what they name. No speed is
+tested."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from bench import correct_kernels, gpu, gpu_kernels, report_kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("mask leaky_relu torch.float32 noise", lambda y: y * (1 + 1e-6)),
+        ("mask relu torch.float16 ramp ((8191,)", lambda y: y + y * 2.0**-10),
+        ("max pool 2x2 torch.float32", lambda y: y.roll(1, -1)),
+        ("dropout 0.5 0.25 -1.5 torch.float32", lambda y: y.roll(1, -1)),
+    ],
+)
+def test_the_checks_of_kernels_notice_a_mistake(
+    name: str, mistake: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = next(check for other, check in correct_kernels.checks() if other.startswith(name))
+    assert check("cpu")[1] == ""
+
+    class Wrong:
+        def __getattr__(self, operator: str) -> Any:
+            return lambda *arguments: mistake(getattr(torch.ops.patchconv, operator)(*arguments))
+
+    kind = name.split()[1]
+    if kind in correct_kernels.ACTIVATIONS:
+        ours, stock = correct_kernels.ACTIVATIONS[kind]
+        monkeypatch.setitem(correct_kernels.ACTIVATIONS, kind, (lambda x: mistake(ours(x)), stock))
+    monkeypatch.setattr(correct_kernels, "ops", Wrong())
+    worst, wrong = check("cpu")
+    assert worst > 1 and "error" in wrong
+
+
+def test_the_large_probe_of_kernels_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"elements": 3 * 2**16 + 4, "width": 64}
+    assert correct_kernels.probe_large("cpu", **small) == (0.0, "")
+    shifted = lambda seed, p, count, first: kept(seed, p, count, first + 1)  # noqa: E731
+    kept = correct_kernels.kept
+    monkeypatch.setattr(correct_kernels, "kept", shifted)
+    worst, wrong = correct_kernels.probe_large("cpu", **small)
+    assert worst > 1 and wrong.count("dropout") == 3 and "mask" not in wrong and "max pool" not in wrong
+    monkeypatch.setattr(correct_kernels.F, "max_unpool2d", lambda *a, **k: torch.zeros(()))
+    assert correct_kernels.probe_large("cpu", **small)[1].count("max pool") == 3
+
+
+def test_philox() -> None:
+    """The words that the generator's authors give for key and counter 0."""
+    words = correct_kernels.philox(0, 0, 4)
+    assert [hex(int(word)) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
+    assert (correct_kernels.philox(2**62 + 3, 5, 9) == correct_kernels.philox(2**62 + 3, 0, 29)[20:]).all()
+
+
+def test_sections_name_what_they_leave_out() -> None:
+    for section, jobs in gpu_kernels.SECTIONS.items():
+        rows: list[Any] = []
+        missing = gpu_kernels.measure_section(section, "full", "cpu", rows, lambda: None, lambda: 0.0)
+        assert rows == [] and missing == [f"{section}: {job}" for job in jobs("full")]
+        assert len(set(missing)) == len(missing) and all(line.startswith(f"{section}:") for line in missing)
+
+
+@pytest.mark.parametrize("section", gpu_kernels.SECTIONS)
+def test_both_sides_of_a_section_compute_the_same(section: str) -> None:
+    """And the floor is the bytes that ours reads and writes, and the tensor as large as it says."""
+    for job in gpu_kernels.SECTIONS[section]("tiny"):
+        bound = job.bind(job, "cpu")
+        assert job.tensor("cpu").nbytes == job.bytes
+        assert 2 * job.bytes <= bound.floor <= 2 * job.bytes + job.bytes // 16 or job.name in gpu_kernels.WINDOWS
+        if "in place" in job.name:
+            continue  # their results are the bits, and nothing
+        ours, stock = (r if isinstance(r, torch.Tensor) else r[0] for r in (bound.ours(), bound.stock()))
+        assert ours.stride() == stock.stride()
+        if job.name == "dropout":  # by two masks
+            assert ours.shape == stock.shape and ours.dtype == stock.dtype and 0.4 < (ours == 0).float().mean() < 0.6
+        else:
+            eps = torch.finfo(ours.dtype).eps
+            torch.testing.assert_close(ours, stock, rtol=2 * eps, atol=2 * eps)
+
+
+def test_verdicts_on_kernels() -> None:
+    job = next(job for job in gpu_kernels.masks("full") if job.pass_ == "backward")
+    times = {"of_copy": 0.95, "of_stock": 1.34, "met": {"of_copy": True, "of_stock": False}}
+    better = times | {"of_stock": 1.36, "met": {"of_copy": True, "of_stock": True}}
+    verdicts = report_kernels.verdicts([job.facts | times, job.facts | better])
+    assert verdicts == [
+        ["relu backward", "share of copy's rate", ">= 0.90", "2 of 2", "0.95 (float32, dense, 256 MiB)", "met"],
+        ["relu backward", "stock's time in units of ours", ">= 1.35", "1 of 2", "1.34 (float32, dense, 256 MiB)",
+         "NOT MET"],
+    ]  # fmt: skip
+    failed = job.facts | {"error": "OOM"}
+    assert report_kernels.verdicts([failed])[0][3:] == ["0 of 1", "none", "NOT MET"]
+    assert report_kernels.lines_of([failed])[0][5] == "OOM"
+    assert len(report_kernels.lines_of([failed])[0]) == len(report_kernels.ROWS_HEAD)
+
+
+@pytest.mark.parametrize("code", [0, 99, None])
+def test_sanitizers(code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both tools run, the race check on our kernels alone, and what one of them finds is the part's exit code."""
+    commands = []
+
+    def finished(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[str, int | None]:
+        commands.append(command)
+        race = "racecheck" in command
+        return ("RACECHECK SUMMARY: 1 hazard", code) if race else ("ERROR SUMMARY: 0 errors", 0)
+
+    one = gpu.Run(argparse.Namespace(device="cpu", size="tiny", out=tmp_path, budget=10.0))
+    one.device = "cuda"
+    monkeypatch.setattr(gpu.shutil, "which", lambda tool: f"/usr/bin/{tool}")
+    monkeypatch.setattr(gpu, "_finished", finished)
+    gpu.sanitizer(one)
+    assert [command[2] for command in commands] == ["memcheck", "racecheck"]
+    assert "kns=patchconv" in commands[1] and "kns=patchconv" not in commands[0]
+    assert [command[-1] for command in commands] == ["all", "kernels"]
+    said = "not finished in time" if code is None else "RACECHECK SUMMARY: 1 hazard"
+    assert one.data["sanitizer"]["summary"] == f"memcheck: ERROR SUMMARY: 0 errors; racecheck: {said}"
+    assert one.data["sanitizer"]["exit"] == code
