@@ -163,6 +163,14 @@ TORCH_LIBRARY(patchconv, m) {
       "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool "
       "ceil_mode=False, bool "
       "count_include_pad=True, int? divisor_override=None) -> Tensor");
+  m.def(
+      "_avg_pool(Tensor input, bool adaptive, int[] kernel_size, int[] stride, int[] padding, bool "
+      "ceil_mode, "
+      "bool count_include_pad, int? divisor_override) -> Tensor");
+  m.def(
+      "_avg_pool_backward(Tensor grad, int[] input_size, MemoryFormat memory_format, bool adaptive, int[] "
+      "kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? "
+      "divisor_override) -> Tensor");
   m.def("adaptive_avg_pool1d(Tensor input, int[1] output_size) -> Tensor");
   m.def("adaptive_avg_pool2d(Tensor input, int[2] output_size) -> Tensor");
   m.def("adaptive_avg_pool3d(Tensor input, int[3] output_size) -> Tensor");

@@ -11,6 +11,7 @@ from typing import Any
 import kernels
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels import Call, Memory
 from torch import Tensor
 
@@ -258,6 +259,55 @@ def test_max_pool(name, inner, dtype):
     assert torch.equal(places, flat(offsets))
     same(taken, flat(want), "taken")
     torch.testing.assert_close(gradient, flat(back), rtol=torch.finfo(dtype).eps * 4, atol=0)
+
+
+# As POOLS, and what follows: ceil_mode, count_include_pad, divisor_override.
+AVERAGES: dict[str, tuple[tuple[int, ...], tuple[Any, ...], tuple[bool, bool, int | None]]] = {
+    "2x2": ((9, 12), ((2, 2, 0), (2, 2, 0)), (False, True, None)),
+    "overlapping": ((9, 7), ((3, 2, 1), (3, 1, 1)), (False, True, None)),
+    "padding does not count": ((9, 7), ((3, 2, 1), (3, 1, 1)), (False, False, None)),
+    "beyond the padding": ((8, 9), ((3, 2, 1), (4, 3, 2)), (True, True, None)),
+    "beyond the padding, which does not count": ((8, 9), ((3, 2, 1), (4, 3, 2)), (True, False, None)),
+    "divisor": ((8, 9), ((3, 2, 0), (2, 3, 0)), (False, True, 5)),
+    "gaps": ((11, 10), ((2, 3, 0), (1, 4, 0)), (False, True, None)),
+    "volume": ((5, 6, 7), ((2, 2, 0), (3, 2, 1), (2, 1, 1)), (True, True, None)),
+    "adaptive": ((9, 10), (4, 7), (False, True, None)), "adaptive volume": ((5, 7, 4), (2, 3, 3), (False, True, None)),
+    "adaptive to more": ((3, 4), (5, 9), (False, True, None)),
+}  # fmt: skip
+
+
+@DTYPES
+@pytest.mark.parametrize("inner", [1, 5], ids=["planes", "channels_last"])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_avg_pool(name, inner, dtype):
+    """Values and gradients against stock's in float64."""
+    sizes, windows, (ceil, count_padding, divisor) = AVERAGES[name]
+    adaptive, dims = isinstance(windows[0], int), len(sizes)
+    shape = (2, 3, *sizes) if inner == 1 else (6, inner, *sizes)
+    x = torch.randn(shape).to(dtype)
+    leaf = x.double().requires_grad_()
+    if adaptive:
+        want = [F.adaptive_avg_pool2d, F.adaptive_avg_pool3d][dims - 2](leaf, windows)
+    else:
+        spec = [list(column) for column in zip(*windows, strict=True)]
+        want = [F.avg_pool2d, F.avg_pool3d][dims - 2](leaf, *spec, ceil, count_padding, divisor)
+    grad = torch.randn(want.shape).to(dtype)
+    (back,) = torch.autograd.grad(want, leaf, grad.double())
+    numbers: list[float] = [6, inner, int(count_padding)]
+    for d in range(3):
+        at = d - (3 - dims)
+        n, o, window = (1, 1, (1, 1, 0)) if at < 0 else (sizes[at], want.shape[2 + at], windows[at])
+        numbers += [n, o, int(adaptive), *((1, 1, 0) if adaptive else window), 1]
+    numbers.append(divisor or 0)
+    flat = lambda t: t.permute(0, *range(2, t.dim()), 1).flatten() if inner > 1 else t.flatten()  # noqa: E731
+    y, result = torch.full_like(flat(want.detach()), 77, dtype=dtype), torch.full_like(flat(x), 77)
+    (_, got), (_, gradient) = kernels.run([
+        Call("avg_pool", dtype, numbers, [Memory(flat(x)), Memory(y)]),
+        Call("avg_pool_backward", dtype, numbers, [Memory(flat(grad)), Memory(result)]),
+    ])  # fmt: skip
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), flat(want.detach()), rtol=4 * eps, atol=eps)
+    torch.testing.assert_close(gradient.double(), flat(back), rtol=4 * eps, atol=4 * eps)
 
 
 def test_max_pool_past_two_to_the_31():

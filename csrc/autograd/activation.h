@@ -1,10 +1,9 @@
 // What the nodes of activations, pools and paddings share.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include "autograd/lean_node.h"
 #include "ops/activation.h"
+#include "ops/pool.h"
 
 namespace patchconv {
 
@@ -36,11 +35,7 @@ struct StandIn {
   StandIn() = default;
   explicit StandIn(const at::Tensor& input)
       : sizes(input.sizes().vec()), format(input.suggest_memory_format()) {}
-  // One element seen from everywhere has the sizes of a contiguous tensor; channels_last takes real memory.
-  at::Tensor tensor(const at::Tensor& grad) const {
-    return format == at::MemoryFormat::Contiguous ? at::empty({1}, grad.options()).expand(sizes)
-                                                  : at::empty(sizes, grad.options().memory_format(format));
-  }
+  at::Tensor tensor(const at::Tensor& grad) const { return stand_in(grad, sizes, format); }
 
   std::vector<int64_t> sizes;
   at::MemoryFormat format = at::MemoryFormat::Contiguous;

@@ -1,19 +1,13 @@
 // Gradients of pools. A max pool keeps the place of each maximum in its window, one byte an output for
 // windows of up to 256 places; an average pool sizes alone.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/_adaptive_avg_pool2d.h>
-#include <ATen/ops/_adaptive_avg_pool2d_backward.h>
-#include <ATen/ops/_adaptive_avg_pool3d.h>
-#include <ATen/ops/_adaptive_avg_pool3d_backward.h>
 #include <ATen/ops/adaptive_avg_pool2d.h>
 #include <ATen/ops/adaptive_avg_pool3d.h>
 #include <ATen/ops/adaptive_max_pool1d.h>
 #include <ATen/ops/adaptive_max_pool2d.h>
 #include <ATen/ops/adaptive_max_pool3d.h>
 #include <ATen/ops/avg_pool2d.h>
-#include <ATen/ops/avg_pool2d_backward.h>
 #include <ATen/ops/avg_pool3d.h>
-#include <ATen/ops/avg_pool3d_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool2d.h>
@@ -169,32 +163,6 @@ Tensor adaptive_max_pool_nd(const Tensor& x, IntArrayRef output) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-struct AvgPoolSpec {
-  int dims = 2;
-  bool adaptive = false;
-  std::vector<int64_t> kernel, stride = {}, padding = {};  // kernel: or the output's size
-  bool ceil_mode = false, count_include_pad = true;
-  std::optional<int64_t> divisor = {};
-
-  Tensor forward(const Tensor& x) const {
-    if (adaptive)
-      return dims == 2 ? at::_adaptive_avg_pool2d(x, kernel) : at::_adaptive_avg_pool3d(x, kernel);
-    return dims == 2 ? at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)
-                     : at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
-  }
-  // `like` stands for the input: only its sizes and layout are read.
-  Tensor backward(const Tensor& grad, const Tensor& like) const {
-    if (adaptive) {
-      return dims == 2 ? at::_adaptive_avg_pool2d_backward(grad, like)
-                       : at::_adaptive_avg_pool3d_backward(grad, like);
-    }
-    return dims == 2 ? at::avg_pool2d_backward(grad, like, kernel, stride, padding, ceil_mode,
-                                               count_include_pad, divisor)
-                     : at::avg_pool3d_backward(grad, like, kernel, stride, padding, ceil_mode,
-                                               count_include_pad, divisor);
-  }
-};
-
 class AvgPoolBackward final : public LeanNode {
  public:
   AvgPoolBackward() : LeanNode("patchconv::AvgPoolBackward") {}
@@ -203,8 +171,12 @@ class AvgPoolBackward final : public LeanNode {
   StandIn like;
 
  protected:
-  variable_list backward(const Tensor& grad) override { return {spec.backward(grad, like.tensor(grad))}; }
-  Tensor rebuild() override { return spec.forward(input.get(*this)); }
+  variable_list backward(const Tensor& grad) override {
+    // Stock's operator can be differentiated.
+    if (at::GradMode::is_enabled()) return {spec.backward_with_aten(grad, like.tensor(grad))};
+    return {avg_pool_backward(grad, like.sizes, like.format, spec)};
+  }
+  Tensor rebuild() override { return avg_pool_forward(input.get(*this), spec); }
   std::vector<Source*> sources() override { return {&input}; }
 };
 
@@ -212,7 +184,7 @@ Tensor avg_pool(const Tensor& x, const AvgPoolSpec& spec) {
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    y = spec.forward(x);
+    y = avg_pool_forward(x, spec);
   }
   const auto node = make_node<AvgPoolBackward>(x);
   node->input.note(x);
@@ -224,18 +196,18 @@ Tensor avg_pool(const Tensor& x, const AvgPoolSpec& spec) {
 
 Tensor lean_avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
-  if (!ours_with(x, 2))
+  const auto window = expanded(kernel, 2);
+  if (!ours_with(x, 2) || window.size() != 2)
     return at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
-  return avg_pool(
-      x, {2, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+  return avg_pool(x, {false, window, stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
 Tensor lean_avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
-  if (!ours_with(x, 3))
+  const auto window = expanded(kernel, 3);
+  if (!ours_with(x, 3) || window.size() != 3)
     return at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
-  return avg_pool(
-      x, {3, false, kernel.vec(), stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
+  return avg_pool(x, {false, window, stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
 // As stock does it: a row of height one.
@@ -257,14 +229,14 @@ bool one(IntArrayRef size) {
 
 Tensor lean_adaptive_avg_pool2d(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, 2);
-  if (!ours_with(x, 2) || one(size)) return at::adaptive_avg_pool2d(x, size);
-  return avg_pool(x, {2, true, size});
+  if (!ours_with(x, 2) || size.size() != 2 || one(size)) return at::adaptive_avg_pool2d(x, size);
+  return avg_pool(x, {true, size});
 }
 
 Tensor lean_adaptive_avg_pool3d(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, 3);
-  if (!ours_with(x, 3) || one(size)) return at::adaptive_avg_pool3d(x, size);
-  return avg_pool(x, {3, true, size});
+  if (!ours_with(x, 3) || size.size() != 3 || one(size)) return at::adaptive_avg_pool3d(x, size);
+  return avg_pool(x, {true, size});
 }
 
 Tensor lean_adaptive_avg_pool1d(const Tensor& x, IntArrayRef output) {

@@ -1,8 +1,10 @@
-// Pooling windows and the operators of max pools, which keep the place of each maximum in its window.
+// Pooling windows and the operators of pools: max pools, which keep the place of each maximum in its window,
+// and average pools, which keep sizes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -31,5 +33,25 @@ at::Tensor max_pool_backward_with_aten(const at::Tensor& grad, const at::Tensor&
                                        c10::SymIntArrayRef input_size, at::IntArrayRef kernel,
                                        at::IntArrayRef stride, at::IntArrayRef padding,
                                        at::IntArrayRef dilation);
+
+// An average pool over two or three dimensions.
+struct AvgPoolSpec {
+  bool adaptive = false;
+  std::vector<int64_t> kernel, stride = {}, padding = {};  // kernel: or the output's size
+  bool ceil_mode = false, count_include_pad = true;
+  std::optional<int64_t> divisor = {};
+
+  at::Tensor forward_with_aten(const at::Tensor& x) const;
+  // `like` stands for the input: only its sizes and layout are read.
+  at::Tensor backward_with_aten(const at::Tensor& grad, const at::Tensor& like) const;
+};
+
+// patchconv::_avg_pool*, through the dispatcher. Unbatched inputs too.
+at::Tensor avg_pool_forward(const at::Tensor& input, const AvgPoolSpec& spec);
+at::Tensor avg_pool_backward(const at::Tensor& grad, at::IntArrayRef input_size, at::MemoryFormat format,
+                             const AvgPoolSpec& spec);
+
+// An input of which a stock backward operator reads nothing but sizes and layout.
+at::Tensor stand_in(const at::Tensor& grad, at::IntArrayRef sizes, at::MemoryFormat format);
 
 }  // namespace patchconv

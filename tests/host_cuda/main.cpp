@@ -122,17 +122,31 @@ void dropout(const Case& c) {
 
 // outer, inner, bytes of an offset; then for each dimension in, out, adaptive, kernel, stride, padding,
 // dilation.
-MaxPool pool_of(const Case& c) {
-  MaxPool pool;
+template <typename Description>
+Description shape_of(const Case& c) {
+  Description pool;
   pool.outer = c.integer(0);
   pool.inner = c.integer(1);
-  pool.offset_bytes = static_cast<int>(c.integer(2));
   for (size_t d = 0; d < 3; ++d) {
     const auto number = [&](size_t i) { return c.integer(3 + 7 * d + i); };
     pool.dims[d] = number(2) != 0
                        ? PoolDim::adaptive_to(number(0), number(1))
                        : PoolDim{number(0), number(1), false, number(3), number(4), number(5), number(6)};
   }
+  return pool;
+}
+
+MaxPool pool_of(const Case& c) {
+  auto pool = shape_of<MaxPool>(c);
+  pool.offset_bytes = static_cast<int>(c.integer(2));
+  return pool;
+}
+
+// As above, with whether padding counts in place of the bytes, and the divisor at the end.
+AvgPool avg_pool_of(const Case& c) {
+  auto pool = shape_of<AvgPool>(c);
+  pool.count_padding = c.integer(2) != 0;
+  pool.divisor = c.integer(24);
   return pool;
 }
 
@@ -199,6 +213,12 @@ const std::map<std::string, std::function<void(const Case&)>> kKernels{
     {"norm_map", norm_map},
     {"norm_mask", norm_mask},
     {"norm_statistics", norm_statistics},
+    {"avg_pool",
+     [](const Case& c) { launch_avg_pool(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr); }},
+    {"avg_pool_backward",
+     [](const Case& c) {
+       launch_avg_pool_backward(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr);
+     }},
     {"max_pool",
      [](const Case& c) {
        launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), false, nullptr);

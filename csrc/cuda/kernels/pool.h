@@ -1,4 +1,4 @@
-// Max pools with the place of each maximum in its window (core/pool.h), on the device.
+// Max pools with the place of each maximum in its window, and average pools (core/pool.h), on the device.
 #pragma once
 
 #include <array>
@@ -11,15 +11,18 @@ namespace patchconv::kernels {
 
 // Tensors are (outer, depth, height, width, inner), dense in that order: planes and 1, or images and
 // channels.
-struct MaxPool {
+struct PoolShape {
   std::array<PoolDim, 3> dims;
   int64_t outer = 0;
   int64_t inner = 1;
-  int offset_bytes = 1;  // 1 or 2
 };
 
 // Whether its numbers fit what the kernels count with.
-bool serves(const MaxPool& pool);
+bool serves(const PoolShape& pool);
+
+struct MaxPool : PoolShape {
+  int offset_bytes = 1;  // 1 or 2
+};
 
 // y: the maxima; offsets: their places. With `take` the offsets are read and y is what lies there.
 void launch_max_pool(Type type, const MaxPool& pool, const void* x, void* y, void* offsets, bool take,
@@ -29,5 +32,15 @@ void launch_max_pool(Type type, const MaxPool& pool, const void* x, void* y, voi
 // outputs: the same bits each time, without atomics. In float32, rounded once.
 void launch_max_pool_backward(Type type, const MaxPool& pool, const void* grad, const void* offsets,
                               void* result, Stream stream);
+
+// A window's sum over `divisor`, or if that is 0 over its number of elements: those inside the input, or with
+// `count_padding` also those of the padding (what lies behind it never counts). In float32, rounded once.
+struct AvgPool : PoolShape {
+  bool count_padding = true;
+  int64_t divisor = 0;
+};
+void launch_avg_pool(Type type, const AvgPool& pool, const void* x, void* y, Stream stream);
+// Summed over windows in their order, as above.
+void launch_avg_pool_backward(Type type, const AvgPool& pool, const void* grad, void* result, Stream stream);
 
 }  // namespace patchconv::kernels

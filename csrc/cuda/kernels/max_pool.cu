@@ -1,102 +1,11 @@
-// Max pools: a thread an output element forward, an input element backward, neighbours next to each other in
-// memory. A block takes kTile elements that follow each other; where its first one lies is found once by
-// 64-bit divisions, the others by 32-bit ones from there. Nothing is allocated, nothing is shared.
-#include "cuda/kernels/pool.h"
-
-#include "cuda/kernels/elements.cuh"
+// Max pools: values, places and gradients. Nothing is allocated, nothing is shared; of the sums of gradients
+// the order follows from the shape alone.
 #include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/pool_places.cuh"
 
 namespace patchconv::kernels {
 
 namespace {
-
-constexpr int kTile = 1024;
-
-// Place of an element of a tensor (outer, depth, height, width, inner).
-struct Place {
-  int64_t outer;
-  int depth, height, width, inner;
-};
-
-// A size and its reciprocal.
-struct Size {
-  int n;
-  double inverse;
-};
-
-// Sizes of one side of a pool.
-struct Sides {
-  Size depth, height, width, inner;
-};
-
-// PoolDim with 32-bit numbers (the launch has checked that they suffice): 64-bit divisions are calls on a
-// GPU.
-struct Dim {
-  int in, out, adaptive, kernel, stride, padding, dilation;
-
-  PATCHCONV_DEVICE int start(int o) const { return adaptive ? o * in / out : o * stride - padding; }
-  PATCHCONV_DEVICE int taps(int o) const {
-    return adaptive ? ((o + 1) * in + out - 1) / out - start(o) : kernel;
-  }
-};
-
-// A window's taps: all, and those [begin, end) that lie inside the input.
-struct Window {
-  int start, taps, begin, end;
-};
-
-PATCHCONV_DEVICE Window window_of(const Dim& dim, int o) {
-  const int start = dim.start(o), taps = dim.taps(o);
-  const int begin = start < 0 ? (dim.dilation - 1 - start) / dim.dilation : 0;
-  const int end = start < dim.in ? (dim.in - start + dim.dilation - 1) / dim.dilation : 0;
-  return {start, taps, begin, end < taps ? end : taps};
-}
-
-struct Dims {
-  Dim depth, height, width;
-  int64_t inner;
-};
-
-// Divides `number`, below 2^52, and gives the remainder: a 64-bit division would be a call. The product is
-// off by one at most.
-PATCHCONV_DEVICE int divide(int64_t& number, const Size& by) {
-  auto quotient = static_cast<int64_t>(static_cast<double>(number) * by.inverse);
-  auto rest = static_cast<int>(number - quotient * by.n);
-  if (rest < 0) {
-    rest += by.n;
-    --quotient;
-  } else if (rest >= by.n) {
-    rest -= by.n;
-    ++quotient;
-  }
-  number = quotient;
-  return rest;
-}
-
-PATCHCONV_DEVICE Place place_of_first(int64_t element, const Sides& n) {
-  Place place;
-  place.inner = divide(element, n.inner);
-  place.width = divide(element, n.width);
-  place.height = divide(element, n.height);
-  place.depth = divide(element, n.depth);
-  place.outer = element;
-  return place;
-}
-
-// The place `step` elements further on; step and one inner line fit 32 bits together.
-PATCHCONV_DEVICE Place moved(Place place, int step, const Sides& n) {
-  const auto carry = [](int& digit, unsigned add, const Size& size) {
-    const unsigned sum = static_cast<unsigned>(digit) + add;
-    const unsigned over = sum / static_cast<unsigned>(size.n);
-    digit = static_cast<int>(sum - over * static_cast<unsigned>(size.n));
-    return over;
-  };
-  const unsigned columns = carry(place.inner, static_cast<unsigned>(step), n.inner);
-  const unsigned rows = carry(place.width, columns, n.width);
-  const unsigned slices = carry(place.height, rows, n.height);
-  place.outer += carry(place.depth, slices, n.depth);
-  return place;
-}
 
 // Budget: 64 registers, 0 bytes of shared memory.
 template <typename T, typename Offset, bool kTake>
@@ -147,33 +56,6 @@ __global__ void __launch_bounds__(kElementThreads, 4)
   }
 }
 
-// The outputs [begin, end) whose windows may meet coordinate i.
-struct Outputs {
-  int begin, end;
-};
-
-PATCHCONV_DEVICE Outputs outputs_at(const Dim& dim, int i) {
-  if (dim.adaptive) {
-    // Windows cover floor(o * in / out) to ceil((o + 1) * in / out).
-    const int o = i * dim.out / dim.in;
-    int begin = o, end = o + 1;
-    while (begin > 0 && dim.start(begin - 1) + dim.taps(begin - 1) > i) --begin;
-    while (end < dim.out && dim.start(end) <= i) ++end;
-    return {begin, end};
-  }
-  const int from = i + dim.padding - (dim.kernel - 1) * dim.dilation;
-  const int last = (i + dim.padding) / dim.stride + 1;
-  return {from > 0 ? (from + dim.stride - 1) / dim.stride : 0, last < dim.out ? last : dim.out};
-}
-
-// The tap of output o that lies at coordinate i; -1 if none does.
-PATCHCONV_DEVICE int tap_at(const Dim& dim, int o, int i) {
-  const int distance = i - dim.start(o);
-  if (distance < 0 || distance % dim.dilation != 0) return -1;
-  const int tap = distance / dim.dilation;
-  return tap < dim.taps(o) ? tap : -1;
-}
-
 // Budget: 64 registers, 0 bytes of shared memory.
 template <typename T, typename Offset>
 __global__ void __launch_bounds__(kElementThreads, 4)
@@ -207,37 +89,6 @@ __global__ void __launch_bounds__(kElementThreads, 4)
   }
 }
 
-constexpr int64_t kMost = (int64_t{1} << 31) - 1 - kTile;
-
-bool fits(const PoolDim& dim) {
-  const int64_t reach = dim.adaptive
-                            ? (dim.out + 1) * dim.in + dim.out
-                            : dim.in + 2 * dim.padding + (dim.kernel + 1) * dim.dilation + dim.stride;
-  return reach <= kMost && dim.out <= kMost && dim.out * dim.stride <= kMost;
-}
-
-Dims narrowed(const MaxPool& pool) {
-  if (!serves(pool)) throw LaunchError("a max pool over a dimension of 2^31 or more");
-  const auto narrow = [](const PoolDim& dim) {
-    return Dim{static_cast<int>(dim.in),      static_cast<int>(dim.out),    dim.adaptive,
-               static_cast<int>(dim.kernel),  static_cast<int>(dim.stride), static_cast<int>(dim.padding),
-               static_cast<int>(dim.dilation)};
-  };
-  return {narrow(pool.dims[0]), narrow(pool.dims[1]), narrow(pool.dims[2]), pool.inner};
-}
-
-Sides sides(const Dims& pool, int Dim::* size) {
-  const auto with_inverse = [](int n) { return Size{n, 1.0 / n}; };
-  return {with_inverse(pool.depth.*size), with_inverse(pool.height.*size), with_inverse(pool.width.*size),
-          with_inverse(static_cast<int>(pool.inner))};
-}
-
-int64_t elements(const MaxPool& pool, const Sides& n) {
-  return pool.outer * n.depth.n * n.height.n * n.width.n * n.inner.n;
-}
-
-Grid tiles(int64_t count) { return {(count + kTile - 1) / kTile}; }
-
 // Calls use(Offset()) for the pool's offset type.
 template <typename Use>
 void with_offsets(const MaxPool& pool, Use use) {
@@ -248,7 +99,7 @@ void with_offsets(const MaxPool& pool, Use use) {
 
 }  // namespace
 
-bool serves(const MaxPool& pool) {
+bool serves(const PoolShape& pool) {
   return fits(pool.dims[0]) && fits(pool.dims[1]) && fits(pool.dims[2]) && pool.inner <= kMost;
 }
 
