@@ -102,6 +102,12 @@ TORCH_LIBRARY(patchconv, m) {
       "var, "
       "bool training, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> "
+      "(Tensor, Tensor, Tensor)");
+  m.def(
+      "_layer_norm_backward(Tensor grad, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
+      "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "_group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, int activation) -> "
       "(Tensor, Tensor, Tensor)");
   m.def(

@@ -8,8 +8,6 @@
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/group_norm.h>
 #include <ATen/ops/layer_norm.h>
-#include <ATen/ops/native_layer_norm.h>
-#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/rms_norm.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
@@ -294,14 +292,14 @@ class LayerNormBackward final : public NormNode {
       });
     }
     const auto [grad_input, grad_weight, grad_bias] =
-        at::native_layer_norm_backward_symint(grad, input.get(*this), shape, mean.get(*this),
-                                              deviation.get(*this), get_weight(), get_bias(), wanted());
+        layer_norm_backward(grad, input.get(*this), shape, mean.get(*this), deviation.get(*this),
+                            get_weight(), get_bias(), wanted());
     return on_edges(grad_input, grad_weight, grad_bias);
   }
 
   Tensor rebuild() override {
     const Tensor x = input.get(*this);
-    return std::get<0>(at::native_layer_norm_symint(x, shape, get_weight(), get_bias(), eps));
+    return std::get<0>(layer_norm_parts(x, shape, get_weight(), get_bias(), eps));
   }
 };
 
@@ -312,7 +310,7 @@ Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const Optional
   Tensor y, mean, rstd;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    std::tie(y, mean, rstd) = at::native_layer_norm_symint(input, shape, weight, bias, eps);
+    std::tie(y, mean, rstd) = layer_norm_parts(input, shape, weight, bias, eps);
   }
   const auto node = norm_node<LayerNormBackward>(input, weight, bias);
   node->shape = shape.vec();

@@ -102,6 +102,19 @@ Gradients group_norm_backward_with_aten(const at::Tensor& grad, const at::Tensor
                                         const at::Tensor& mean, const at::Tensor& rstd, int64_t groups,
                                         double eps, int64_t activation, std::array<bool, 3> mask);
 
+// ---------------------------------------------------------------------------------------------------------
+// Over the last dimensions
+
+// patchconv::_layer_norm: y, mean, 1 / sqrt(var + eps), as stock's native_layer_norm gives them.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_parts(const at::Tensor& input,
+                                                                c10::SymIntArrayRef shape,
+                                                                const OptionalTensor& weight,
+                                                                const OptionalTensor& bias, double eps);
+// patchconv::_layer_norm_backward.
+Gradients layer_norm_backward(const at::Tensor& grad, const at::Tensor& input, c10::SymIntArrayRef shape,
+                              const at::Tensor& mean, const at::Tensor& rstd, const OptionalTensor& weight,
+                              const OptionalTensor& bias, std::array<bool, 3> mask);
+
 // Stock PyTorch's operator for an activation; in place.
 at::Tensor stock_activation(const at::Tensor& z, Activation activation);
 at::Tensor& activate_(at::Tensor& z, int64_t activation);

@@ -9,6 +9,8 @@
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/native_group_norm.h>
 #include <ATen/ops/native_group_norm_backward.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -90,6 +92,8 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("_group_norm", &group_norm_with_aten);
   m.impl("_group_norm_again", &group_norm_again_with_aten);
   m.impl("_group_norm_backward", &group_norm_backward_with_aten);
+  m.impl("_layer_norm", TORCH_FN(at::native_layer_norm_symint));
+  m.impl("_layer_norm_backward", TORCH_FN(at::native_layer_norm_backward_symint));
 }
 
 }  // namespace
@@ -271,6 +275,24 @@ Gradients group_norm_backward(const Tensor& grad, const Tensor& input, const Opt
                        const Tensor&, const Tensor&, int64_t, double, int64_t, Mask3)>(
           "_group_norm_backward");
   return op.call(grad, input, weight, bias, mean, rstd, groups, eps, static_cast<int64_t>(activation), mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_parts(const Tensor& input, c10::SymIntArrayRef shape,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                                    double eps) {
+  static const auto op =
+      handle<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
+                                                const OptionalTensor&, double)>("_layer_norm");
+  return op.call(input, shape, weight, bias, eps);
+}
+
+Gradients layer_norm_backward(const Tensor& grad, const Tensor& input, c10::SymIntArrayRef shape,
+                              const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
+                              const OptionalTensor& bias, Mask3 mask) {
+  static const auto op =
+      handle<Gradients(const Tensor&, const Tensor&, c10::SymIntArrayRef, const Tensor&, const Tensor&,
+                       const OptionalTensor&, const OptionalTensor&, Mask3)>("_layer_norm_backward");
+  return op.call(grad, input, shape, mean, rstd, weight, bias, mask);
 }
 
 }  // namespace patchconv

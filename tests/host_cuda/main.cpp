@@ -22,6 +22,7 @@
 
 #include "core/philox.h"
 #include "cuda/kernels/dropout.h"
+#include "cuda/kernels/layer_norm.h"
 #include "cuda/kernels/mask.h"
 #include "cuda/kernels/norm.h"
 #include "cuda/kernels/pool.h"
@@ -200,6 +201,25 @@ void norm_backward(const Case& c) {
                        nullptr);
 }
 
+// rows, columns, eps; weight and bias in buffers `first` and the next.
+LayerNorm layer_norm_of(const Case& c, size_t first) {
+  return {c.integer(0), c.integer(1), c.buffer<const float>(first), c.buffer<const float>(first + 1),
+          static_cast<float>(c.number(2))};
+}
+
+void layer_norm(const Case& c) {
+  launch_layer_norm(c.type, layer_norm_of(c, 4), c.buffer(0), c.buffer(1), c.buffer<float>(2),
+                    c.buffer<float>(3), nullptr);
+}
+
+void layer_norm_backward(const Case& c) {
+  const LayerNorm norm = layer_norm_of(c, 4);
+  const Floats workspace(layer_norm_workspace(c.type, norm));
+  const LayerNormBackward call{c.buffer(0),    c.buffer(1), c.buffer<const float>(2), c.buffer<float>(3),
+                               workspace.data, c.buffer(6), c.buffer<float>(7),       c.buffer<float>(8)};
+  launch_layer_norm_backward(c.type, norm, call, nullptr);
+}
+
 const std::map<std::string, std::function<void(const Case&)>> kKernels{
     {"selftest_sum",
      [](const Case& c) { host_cuda::launch_sum(c.buffer<float>(0), c.buffer<float>(1), c.integer(0)); }},
@@ -208,6 +228,8 @@ const std::map<std::string, std::function<void(const Case&)>> kKernels{
        host_cuda::launch_fault(static_cast<host_cuda::Fault>(c.integer(0)), c.buffer<float>(0));
      }},
     {"dropout", dropout},
+    {"layer_norm", layer_norm},
+    {"layer_norm_backward", layer_norm_backward},
     {"mask_forward", mask_forward},
     {"norm_backward", norm_backward},
     {"norm_map", norm_map},

@@ -3,17 +3,11 @@
 // the input, so neither it nor a mask is kept. Sums are float32 in a thread and a block, float64 over blocks.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/norm.cuh"
+#include "cuda/kernels/sums.cuh"
 
 namespace patchconv::kernels {
 
 namespace {
-
-// Over some elements: of the gradient of z, and of its product with x - mean.
-struct Sums {
-  float grad, product;
-};
-
-PATCHCONV_DEVICE Sums added(const Sums& a, const Sums& b) { return {a.grad + b.grad, a.product + b.product}; }
 
 // Budget: 96 registers, 64 bytes of shared memory.
 template <typename T, bool kSilu, int kTeam>
@@ -53,7 +47,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   }
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    all = added(all, {shuffle_xor(all.grad, distance), shuffle_xor(all.product, distance)});
+    all = added(all, from_lane(all, distance));
   }
   if constexpr (kTeam > kWarp) {
     Sums* warps = shared_memory<Sums>();
@@ -107,45 +101,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       }
     }
   }
-  // [row][channel] of the block; each channel's are put together by one thread.
-  const int width = pixels.across * E::kCount;
-  Sums* sums = shared_memory<Sums>();
-  const int row = thread_index() / pixels.across, across = thread_index() % pixels.across;
-#pragma unroll
-  for (int i = 0; i < E::kCount; ++i) sums[row * width + across * E::kCount + i] = all[i];
-  block_barrier();
-  for (int k = thread_index(); k < width; k += kNormThreads) {
-    const int64_t channel = static_cast<int64_t>(block_y()) * width + k;
-    if (channel >= n.channels) break;
-    Sums total = sums[k];
-    for (int r = 1; r < down; ++r) total = added(total, sums[r * width + k]);
-    out[(part.image * pixels.chunks + part.chunk) * n.channels + channel] = total;
-  }
-}
-
-constexpr int kFinishThreads = 256;
-
-// Sums of `terms(i)` over i = 0 .. count - 1 by one warp, in float64, in a fixed order.
-struct Total {
-  double grad = 0, product = 0;
-};
-template <typename Terms>
-PATCHCONV_DEVICE Total warp_total(int64_t count, Terms terms) {
-  Total all;
-  for (int64_t i = lane_index(); i < count; i += kWarp) {
-    const Total term = terms(i);
-    all.grad += term.grad;
-    all.product += term.product;
-  }
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    all.grad += shuffle_xor(all.grad, distance);
-    all.product += shuffle_xor(all.product, distance);
-  }
-  return all;
-}
-
-PATCHCONV_DEVICE int64_t warp_number() {
-  return block_x() * (kFinishThreads / kWarp) + thread_index() / kWarp;
+  store_block_sums<E::kCount>(n, pixels, part, all, out);
 }
 
 // Parts [outer][a][channels][b]. Of each (outer, channel) the total, a warp each. For batch norm (`last`)

@@ -3,29 +3,12 @@
 // LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in
 // an order that does not depend on the device. A second small kernel puts the blocks' together, in float64.
 #include "cuda/kernels/launch.cuh"
+#include "cuda/kernels/moments.cuh"
 #include "cuda/kernels/norm.cuh"
 
 namespace patchconv::kernels {
 
 namespace {
-
-// Of `count` numbers the mean and the sum of squared differences from it.
-struct Moments {
-  float count, mean, squares;
-};
-
-PATCHCONV_DEVICE Moments merged(const Moments& a, const Moments& b) {
-  const float count = a.count + b.count;
-  if (count == 0) return a;
-  const float delta = b.mean - a.mean, share = b.count / count;
-  return {count, multiply_add(delta, share, a.mean),
-          multiply_add(delta * a.count * share, delta, a.squares + b.squares)};
-}
-
-PATCHCONV_DEVICE Moments from_lane(const Moments& mine, int distance) {
-  return {shuffle_xor(mine.count, distance), shuffle_xor(mine.mean, distance),
-          shuffle_xor(mine.squares, distance)};
-}
 
 // Budget: 128 registers, 96 bytes of shared memory.
 template <typename T, int kTeam>
