@@ -25,7 +25,8 @@ EPS = 1e-5
 # channels than a block has lanes for; one image; several parts.
 SHAPES = [
     (2, 6, 49, 0), (3, 5, 1, 0), (1, 1, 3, 0), (2, 3, 8200, 0), (2, 130, 64, 0), (1, 16, 4101, 0), (4, 37, 33, 0),
-    (2, 3, 900, 0), (2, 6, 49, 3), (2, 8, 4100, 2), (3, 64, 36, 32), (2, 6, 50, 6), (1, 12, 1000, 1), (2, 96, 17, 8),
+    (2, 3, 900, 0), (3000, 3, 4, 0), (2, 6, 49, 3), (2, 8, 4100, 2), (3, 64, 36, 32), (2, 6, 50, 6),
+    (1, 12, 1000, 1), (2, 96, 17, 8),
 ]  # fmt: skip
 IDS = [f"{n}x{c}x{p}" + (f"/{g}" if g else "") for n, c, p, g in SHAPES]
 
@@ -261,3 +262,63 @@ def test_map_past_two_to_the_31():
     ((_, y, *_),) = kernels.run([call])
     written = 4 * (16 + (rows % 8 or 8))
     assert torch.equal(y[-written:], torch.relu(x)[-written:]) and (y[:-written] == 77).all()
+
+
+# (images, channels, pixels) past 2^31 elements; what one block of the statistics sees is the last part of one row, or
+# the last chunk of pixels.
+FAR = {"rows": (1, 1, 2**32 + 12345), "many rows": (2**29 + 7, 1, 5), "pixels": (1, 8, 2**29 + 4321)}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_statistics_and_gradients_past_two_to_the_31(name):
+    """Of the last blocks alone: sums over what they see, at the right end of the tensor."""
+    images, channels, pixels = FAR[name]
+    dtype, channels_last = torch.float16, name == "pixels"
+    count = images * channels * pixels
+    numbers = [images, channels, pixels, 0, int(channels_last), EPS, 0.0, 0, 1]
+    held = 2**20 if name == "rows" else 2**18
+    x = (torch.randn(held) + 0.5).to(dtype)
+    empty = lambda: Memory(torch.full((channels,), 77.0))  # noqa: E731
+    far = lambda t: Memory(t, 0, count)  # noqa: E731
+    running = [Memory(None), Memory(None)]
+    call = Call("norm_statistics", dtype, numbers, [far(x), empty(), empty(), *running], 1)
+    ((_, mean, var, *_),) = kernels.run([call])
+    seen = seen_by_the_last_block(name, count, channels)
+    assert seen <= held
+    part = x[-seen:].double().view(-1, channels)
+    torch.testing.assert_close(mean.double(), part.mean(0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(var.double(), part.var(0, unbiased=False), rtol=1e-5, atol=0)
+
+    grad, affine = torch.randn(held).to(dtype), [torch.zeros(channels), torch.ones(channels) - EPS]
+    results = [far(torch.full_like(x, 77)), empty(), empty()]
+    given = [far(grad), far(x), *map(Memory, affine), Memory(None), Memory(None)]
+    found = kernels.run([Call("norm_backward", dtype, numbers, [*given, *results], 1)])[0]
+    grad_x, grad_weight, grad_bias = found[6:]
+    far_grad, far_x = (t.double().view(-1, channels) for t in (grad, x))
+    sums = seen_by_the_last_block(name, count, channels, gradients=True)
+    some = slice(-(sums // channels), None)
+    total, product = far_grad[some].sum(0), (far_grad[some] * far_x[some]).sum(0)
+    torch.testing.assert_close(grad_bias.double(), total, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(grad_weight.double(), product, rtol=1e-4, atol=1e-2)
+    written = int((grad_x != 77).sum())
+    assert 0 < written < held
+    want = far_grad - (total + far_x * product) / (count // channels)
+    torch.testing.assert_close(grad_x[-written:].double(), want.flatten()[-written:], rtol=2e-3, atol=2e-3)
+
+
+def seen_by_the_last_block(name: str, count: int, channels: int, gradients: bool = False) -> int:
+    """Elements, by the rules of norm.cuh: steps of 16-byte pieces, 64 of them a part at most."""
+    if name == "many rows":  # of a block's 8 teams each takes as many rows as a step of a warp holds
+        repeat = 32 * 4 * 8 // 5
+        images = count // 5
+        sets = -(-images // repeat)
+        last = sets % 8 or 8
+        return (images - (sets - last) * repeat) * 5
+    if name == "rows":
+        part = 64 * 256 * 4 * 8
+        return count % part or part
+    across, at_once, busy = 1, 2 if gradients else 4, 4096
+    step = 256 // across * at_once
+    pixels = count // channels
+    part = step * min(max(pixels // step // busy, 4), 4096)
+    return (pixels % part or part) * channels

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import patchconv_native as pc
@@ -294,3 +295,32 @@ def test_dropout_masks_agree_in_a_checkpoint_inside_of_lean(device):
             y = checkpoint(lambda t: F.dropout(t, 0.5), x * 1, use_reentrant=reentrant)
         y.sum().backward()
         assert torch.equal(x.grad, y.detach())
+
+
+class Calls(TorchDispatchMode):
+    """The operators of this library that run, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, tuple[object, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "patchconv":
+            self.made.append((func.name(), args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_batch_norm_and_relu_are_made_again_in_one_pass(device, inplace):
+    x = torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
+    w = torch.randn(3, 4, 3, 3, device=device, requires_grad=True)
+    middle = lf.relu(lf.batch_norm(x, None, None, training=True), inplace=inplace)
+    y = pc.functional.conv2d(middle, w, padding=1)
+    want = middle.detach().clone()
+    del middle
+    with Calls() as calls:
+        grads = torch.autograd.grad(y, [x, w], torch.ones_like(y), retain_graph=True)
+    made = [args for name, args in calls.made if name == "patchconv::_normalize"]
+    assert [args[-1] for args in made] == [1]  # ReLU, and once
+    direct = torch.autograd.grad(F.conv2d(want, w, padding=1), w, torch.ones_like(y))
+    torch.testing.assert_close(grads[1], *direct)

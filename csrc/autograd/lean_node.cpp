@@ -294,6 +294,18 @@ Tensor LeanNode::value(bool* fresh) {
   return result;
 }
 
+Tensor LeanNode::value_with_relu() {
+  if (released_ || output_saved_ || at::GradMode::is_enabled()) return {};
+  {
+    const std::lock_guard<std::mutex> lock(last_mutex_);
+    if (last_ && Tensor(last_->lock()).defined()) return {};  // the value is there
+  }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
+  const BackendGuard as_before(made_with_);
+  Tensor result = rebuild_with_relu();
+  return result.defined() && result.strides() == at::IntArrayRef(strides_) ? result : Tensor();
+}
+
 namespace {
 
 struct ZeroBackward final : torch::autograd::Node {

@@ -62,6 +62,7 @@ class Source {
   void promote();
   at::Tensor promotable() const;  // what promote() would save, if somebody holds it as it was
   LeanNode* linked() const { return link_ && !saved_ ? link_->producer : nullptr; }
+  LeanNode* linked_whole() const { return linked() != nullptr && !link_->view ? link_->producer : nullptr; }
 
   bool available(int depth = 0) const;
   int64_t cost(int depth = 0) const;  // elements written by get()
@@ -97,6 +98,8 @@ class LeanNode : public torch::autograd::Node {
   bool ready_for_others() const { return born_ready_; }
   bool made_under(const void* hooks) const { return hooks_ == hooks; }
   at::Tensor value(bool* fresh = nullptr);
+  // relu(value()) in one pass, in memory of its own. Undefined where that is not to be had.
+  at::Tensor value_with_relu();
 
   std::string name() const override { return name_; }
   variable_list apply(variable_list&& grads) final;
@@ -115,6 +118,8 @@ class LeanNode : public torch::autograd::Node {
   virtual variable_list backward(const at::Tensor& grad) = 0;
   // The output again, in memory of its own.
   virtual at::Tensor rebuild() = 0;
+  // relu of the output, by an operator that applies it in the same pass.
+  virtual at::Tensor rebuild_with_relu() { return {}; }
   // What rebuild() reads, and what backward() reads besides.
   virtual std::vector<Source*> sources() = 0;
   virtual std::vector<Source*> others() { return {}; }

@@ -96,6 +96,12 @@ class MaskedBackward final : public ActivationNode {
   }
   std::vector<Source*> others() override { return {&bits}; }
 
+  Tensor rebuild() override {
+    if (LeanNode* producer = input.linked_whole(); producer != nullptr && mask == Mask::kRelu) {
+      if (Tensor y = producer->value_with_relu(); y.defined()) return y;
+    }
+    return ActivationNode::rebuild();
+  }
   Tensor apply_to(const Tensor& x) override { return stock_masked(x, mask, a, b); }
   void apply_to_(Tensor& x) override { stock_masked_(x, mask, a, b); }
 };

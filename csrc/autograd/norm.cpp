@@ -176,6 +176,11 @@ class BatchNormBackward final : public NormNode {
     return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this), eps,
                      activation);
   }
+  Tensor rebuild_with_relu() override {
+    if (activation != Activation::kNone) return {};
+    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this), eps,
+                     Activation::kRelu);
+  }
   std::vector<Source*> others() override {
     if (bits.available()) return {&bits};
     return {};

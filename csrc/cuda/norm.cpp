@@ -24,10 +24,10 @@ Tensor dense(const Tensor& tensor, const Tensor& like) {
                                                 : like.suggest_memory_format());
 }
 
-// Of a tensor that dense() gave.
+// Of a tensor that dense() gave. Single pixels are in either layout, and fewer parts in channels_last.
 NormShape shape_of(const Tensor& x, int64_t groups) {
-  const int64_t image = x.size(0) * x.size(1);
-  return {x.size(0), x.size(1), image == 0 ? 0 : x.numel() / image, groups, !x.is_contiguous()};
+  const int64_t image = x.size(0) * x.size(1), pixels = image == 0 ? 0 : x.numel() / image;
+  return {x.size(0), x.size(1), pixels, groups, pixels == 1 || !x.is_contiguous()};
 }
 
 // Float32 memory of a parameter for as long as this lives.

@@ -7,12 +7,14 @@
 // contents are given and wanted.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <memory>
 #include <sstream>
@@ -81,6 +83,7 @@ class Buffer {
 
 struct Case {
   Type type;
+  int64_t last_blocks;
   std::vector<double> numbers;
   std::vector<Buffer> buffers;
 
@@ -162,16 +165,20 @@ NormAffine affine_of(const Case& c, size_t first) {
           c.buffer<const float>(first + 3), static_cast<float>(c.number(5))};
 }
 
-// Memory of exactly `floats`, of no value.
+// Memory of exactly `floats`: zeros where not all blocks run, and so not all parts are written; else numbers
+// that show in any sum.
 struct Floats {
-  explicit Floats(int64_t floats) : data(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4))) {}
+  Floats(int64_t floats, const Case& c)
+      : data(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4))) {
+    std::fill(data, data + floats, c.last_blocks > 0 ? 0.0F : std::numeric_limits<float>::quiet_NaN());
+  }
   ~Floats() { std::free(data); }
   Floats(const Floats&) = delete;
   float* data;
 };
 
 void norm_statistics(const Case& c) {
-  const Floats workspace(norm_statistics_workspace(c.type, norm_of(c)));
+  const Floats workspace(norm_statistics_workspace(c.type, norm_of(c)), c);
   const NormStatistics call{c.buffer(0),
                             workspace.data,
                             c.buffer<float>(1),
@@ -188,13 +195,13 @@ void norm_map(const Case& c) {
 }
 
 void norm_mask(const Case& c) {
-  const Floats workspace(c.integer(1));
+  const Floats workspace(c.integer(1), c);
   launch_norm_mask(c.type, norm_of(c), affine_of(c, 3), workspace.data, c.buffer(0), c.buffer(1),
                    c.buffer<uint8_t>(2), nullptr);
 }
 
 void norm_backward(const Case& c) {
-  const Floats workspace(norm_backward_workspace(c.type, norm_of(c)));
+  const Floats workspace(norm_backward_workspace(c.type, norm_of(c)), c);
   const NormBackward call{c.buffer(0), c.buffer(1),        c.integer(8) != 0, workspace.data,
                           c.buffer(6), c.buffer<float>(7), c.buffer<float>(8)};
   launch_norm_backward(c.type, norm_of(c), affine_of(c, 2), static_cast<Activation>(c.integer(7)), call,
@@ -214,7 +221,7 @@ void layer_norm(const Case& c) {
 
 void layer_norm_backward(const Case& c) {
   const LayerNorm norm = layer_norm_of(c, 4);
-  const Floats workspace(layer_norm_workspace(c.type, norm));
+  const Floats workspace(layer_norm_workspace(c.type, norm), c);
   const LayerNormBackward call{c.buffer(0),    c.buffer(1), c.buffer<const float>(2), c.buffer<float>(3),
                                workspace.data, c.buffer(6), c.buffer<float>(7),       c.buffer<float>(8)};
   launch_layer_norm_backward(c.type, norm, call, nullptr);
@@ -269,7 +276,7 @@ void run(const std::string& line, std::istream& data, std::ostream& result) {
   int64_t last_blocks = 0;
   size_t numbers = 0, buffers = 0;
   words >> kernel >> type >> last_blocks >> numbers;
-  Case c{type_of(type), std::vector<double>(numbers), {}};
+  Case c{type_of(type), last_blocks, std::vector<double>(numbers), {}};
   for (double& number : c.numbers) words >> number;
   words >> buffers;
   for (size_t i = 0; i < buffers; ++i) {

@@ -45,8 +45,14 @@ struct Rows {
   int64_t part, parts;   // elements of a part, parts of a row
   bool aligned;          // every row begins at a multiple of 16 bytes
   int team;              // threads: 32 or kNormThreads
+  // Of short rows a team takes `repeat`, those of one channel in so many images, `stride` rows apart.
+  int64_t repeat = 1, stride = 1;
 
-  int64_t teams() const { return rows * parts; }
+  PATCHCONV_HOST_DEVICE int64_t sets() const {
+    const int64_t images = rows / stride;
+    return (images + repeat - 1) / repeat * stride;
+  }
+  int64_t teams() const { return sets() * parts; }
   int64_t blocks() const { return divided_up(teams(), kNormThreads / team); }
 };
 
@@ -73,19 +79,42 @@ Rows rows_of(int64_t rows, int64_t length, bool aligned, bool whole) {
   return result;
 }
 
-// A team's part. Teams past the last have none, but stay for what their block does together.
+// Rows of batch norm, whose sums are over images as well: parts of all of them, fewer than images where rows
+// are short, so that there is little to put together.
+template <typename T>
+Rows rows_of_batch(const NormShape& shape, bool aligned) {
+  const int64_t rows = shape.images * shape.channels;
+  Rows result = rows_of<T>(rows, shape.pixels, aligned, /*whole=*/true);
+  if (result.team != kWarp || result.parts != 1) return result;
+  const int64_t wanted = row_step<T>(kWarp) / shape.pixels, most = rows / kBusy;
+  result.repeat = wanted < most ? wanted : most;
+  result.repeat = result.repeat < 1 ? 1 : result.repeat > shape.images ? shape.images : result.repeat;
+  result.stride = shape.channels;
+  return result;
+}
+
+// A team's part, of rows `row`, row + stride, ... below `last`. Teams past the last have none, but stay for
+// what their block does together.
 struct RowPart {
-  int64_t row, begin, end;
+  int64_t row, last;
+  int64_t begin, end;
   int64_t number;
 };
 
 template <int kTeam>
 PATCHCONV_DEVICE RowPart row_part(const Rows& rows) {
   const int64_t number = block_x() * (kNormThreads / kTeam) + thread_index() / kTeam;
-  if (number >= rows.rows * rows.parts) return {0, 0, 0, -1};
-  const int64_t row = rows.parts == 1 ? number : number / rows.parts;
-  const int64_t begin = (number - row * rows.parts) * rows.part, end = begin + rows.part;
-  return {row, begin, end < rows.length ? end : rows.length, number};
+  if (number >= rows.sets() * rows.parts) return {0, 0, 0, 0, -1};
+  const int64_t set = rows.parts == 1 ? number : number / rows.parts;
+  const int64_t begin = (number - set * rows.parts) * rows.part, end = begin + rows.part;
+  int64_t row = set, last = set + 1;
+  if (rows.repeat > 1) {
+    const int64_t images = set / rows.stride * rows.repeat, channel = set % rows.stride;
+    row = images * rows.stride + channel;
+    last = row + rows.repeat * rows.stride;
+    if (last > rows.rows) last = rows.rows;
+  }
+  return {row, last, begin, end < rows.length ? end : rows.length, number};
 }
 
 // First element of this thread's piece `v` of the step that begins at `begin`.

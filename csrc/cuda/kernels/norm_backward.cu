@@ -21,26 +21,28 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   if (part.number >= 0) {
     const int64_t image = part.row / n.channels, channel = part.row - image * n.channels;
     const Coefficients numbers = coefficients(affine, n.statistic(image, channel), channel);
-    const int64_t row = part.row * rows.length;
-    for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
-      const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
-      typename E::Piece grads[kVectors], xs[kVectors];
+    for (int64_t row = part.row; row < part.last; row += rows.stride) {
+      const int64_t first = row * rows.length;
+      for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
+        const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
+        typename E::Piece grads[kVectors], xs[kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t place = piece_at<T, kTeam>(begin, v);
-        grads[v] = E::load(grad + row, place, part.end, whole);  // 0 past the end
-        xs[v] = E::load(x + row, place, part.end, whole);
-      }
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t place = piece_at<T, kTeam>(begin, v);
+          grads[v] = E::load(grad + first, place, part.end, whole);  // 0 past the end
+          xs[v] = E::load(x + first, place, part.end, whole);
+        }
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t place = piece_at<T, kTeam>(begin, v);
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t place = piece_at<T, kTeam>(begin, v);
 #pragma unroll
-        for (int i = 0; i < E::kCount; ++i) {
-          if (!whole && place + i >= part.end) continue;
-          const float value = to_float(xs[v].at[i]);
-          const float g = before_activation<T, kSilu>(to_float(grads[v].at[i]), numbers.map(value), floor);
-          all.grad += g;
-          all.product = multiply_add(g, value - numbers.mean, all.product);
+          for (int i = 0; i < E::kCount; ++i) {
+            if (!whole && place + i >= part.end) continue;
+            const float value = to_float(xs[v].at[i]);
+            const float g = before_activation<T, kSilu>(to_float(grads[v].at[i]), numbers.map(value), floor);
+            all.grad += g;
+            all.product = multiply_add(g, value - numbers.mean, all.product);
+          }
         }
       }
     }
@@ -265,6 +267,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
 
 template <typename T>
 Rows sum_rows(const NormShape& shape, bool aligned) {
+  if (shape.groups == 0) return rows_of_batch<T>(shape, aligned);
   return rows_of<T>(shape.images * shape.channels, shape.pixels, aligned, /*whole=*/true);
 }
 
@@ -317,7 +320,7 @@ void backward(const NormShape& shape, const NormAffine& affine, float floor, con
                                 : norm_sums_rows_kernel<T, kSilu, kNormThreads>,
              {rows.blocks()}, kNormThreads, sizeof(Sums) * (kNormThreads / kWarp), stream, n, rows, affine,
              floor, grad, x, parts);
-      layout.a = shape.groups == 0 ? n.images : 1;
+      layout.a = shape.groups == 0 ? rows.sets() / n.channels : 1;
       layout.b = rows.parts;
     }
     launch(finish_sums_kernel, warps(space.totals), kFinishThreads, 0, stream, parts, layout, affine, totals,

@@ -15,40 +15,42 @@ template <typename T, int kTeam>
 __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows, const T* x, Moments* out) {
   using E = Elements<T>;
   const RowPart part = row_part<kTeam>(rows);
-  const T* from = x + part.row * rows.length;
   Moments all{0, 0, 0};
-  for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam)) {
-    const bool whole = rows.aligned && begin + row_step<T>(kTeam) <= part.end;
-    typename E::Piece pieces[E::kVectors];
-    int64_t places[E::kVectors];
+  for (int64_t row = part.row; row < part.last; row += rows.stride) {
+    const T* from = x + row * rows.length;
+    for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam)) {
+      const bool whole = rows.aligned && begin + row_step<T>(kTeam) <= part.end;
+      typename E::Piece pieces[E::kVectors];
+      int64_t places[E::kVectors];
 #pragma unroll
-    for (int v = 0; v < E::kVectors; ++v) {
-      places[v] = piece_at<T, kTeam>(begin, v);
-      pieces[v] = E::load(from, places[v], part.end, whole);
-    }
-    Moments mine{0, 0, 0};
-    float total = 0;
-#pragma unroll
-    for (int v = 0; v < E::kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < E::kCount; ++i) {
-        if (!whole && places[v] + i >= part.end) continue;
-        total += to_float(pieces[v].at[i]);
-        mine.count += 1;
+      for (int v = 0; v < E::kVectors; ++v) {
+        places[v] = piece_at<T, kTeam>(begin, v);
+        pieces[v] = E::load(from, places[v], part.end, whole);
       }
-    }
-    if (mine.count == 0) continue;
-    mine.mean = total / mine.count;
+      Moments mine{0, 0, 0};
+      float total = 0;
 #pragma unroll
-    for (int v = 0; v < E::kVectors; ++v) {
+      for (int v = 0; v < E::kVectors; ++v) {
 #pragma unroll
-      for (int i = 0; i < E::kCount; ++i) {
-        if (!whole && places[v] + i >= part.end) continue;
-        const float difference = to_float(pieces[v].at[i]) - mine.mean;
-        mine.squares = multiply_add(difference, difference, mine.squares);
+        for (int i = 0; i < E::kCount; ++i) {
+          if (!whole && places[v] + i >= part.end) continue;
+          total += to_float(pieces[v].at[i]);
+          mine.count += 1;
+        }
       }
+      if (mine.count == 0) continue;
+      mine.mean = total / mine.count;
+#pragma unroll
+      for (int v = 0; v < E::kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < E::kCount; ++i) {
+          if (!whole && places[v] + i >= part.end) continue;
+          const float difference = to_float(pieces[v].at[i]) - mine.mean;
+          mine.squares = multiply_add(difference, difference, mine.squares);
+        }
+      }
+      all = merged(all, mine);
     }
-    all = merged(all, mine);
   }
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) all = merged(all, from_lane(all, distance));
@@ -65,7 +67,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows
 
 constexpr int kAtOnce = 4;
 
-// Budget: 128 registers, 16384 bytes of shared memory.
+// Budget: 128 registers, 17408 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads, 2)
     moments_pixels_kernel(NormSizes n, Pixels pixels, const T* x, Moments* out) {
@@ -107,27 +109,40 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       mean[i] = multiply_add(delta, share, mean[i]);
     }
   }
-  // [row][channel] of the block: means, then squares; each channel's are put together by one thread.
+  // Over the block's threads of the same channels, by halves: rows [half, 2 half) give theirs to rows [0,
+  // half).
   const int width = pixels.across * E::kCount;
-  float* means = shared_memory<float>();
+  float* counts = shared_memory<float>();
+  float* means = counts + kNormThreads;
   float* sums = means + kNormThreads * E::kCount;
   const int row = thread_index() / pixels.across, across = thread_index() % pixels.across;
+  for (int half = down / 2; half > 0; half /= 2) {
+    if (row >= half && row < 2 * half) {
+      if (across == 0) counts[row] = count;
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        means[row * width + across * E::kCount + i] = mean[i];
+        sums[row * width + across * E::kCount + i] = squares[i];
+      }
+    }
+    block_barrier();
+    if (row < half) {
+      const float more = counts[row + half];
+#pragma unroll
+      for (int i = 0; i < E::kCount; ++i) {
+        const int place = (row + half) * width + across * E::kCount + i;
+        const Moments all = merged({count, mean[i], squares[i]}, {more, means[place], sums[place]});
+        mean[i] = all.mean;
+        squares[i] = all.squares;
+      }
+      count += more;
+    }
+  }
+  if (row != 0) return;
+  Moments* to = out + (part.image * pixels.chunks + part.chunk) * n.channels + part.channel;
 #pragma unroll
   for (int i = 0; i < E::kCount; ++i) {
-    means[row * width + across * E::kCount + i] = mean[i];
-    sums[row * width + across * E::kCount + i] = squares[i];
-  }
-  block_barrier();
-  const int64_t first = part.first - row;  // of the chunk
-  for (int k = thread_index(); k < width; k += kNormThreads) {
-    const int64_t channel = static_cast<int64_t>(block_y()) * width + k;
-    if (channel >= n.channels) break;
-    Moments all{0, 0, 0};
-    for (int r = 0; r < down && first + r < part.end; ++r) {
-      const auto seen = static_cast<float>((part.end - first - r + down - 1) / down);
-      all = merged(all, {seen, means[r * width + k], sums[r * width + k]});
-    }
-    out[(part.image * pixels.chunks + part.chunk) * n.channels + channel] = all;
+    if (i < part.left) to[i] = {count, mean[i], squares[i]};
   }
 }
 
@@ -179,8 +194,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 
 template <typename T>
 Rows moment_rows(const NormShape& shape, bool aligned) {
-  const int64_t rows = shape.groups == 0 ? shape.images * shape.channels : shape.statistics();
-  return rows_of<T>(rows, shape.groups == 0 ? shape.pixels : shape.share(), aligned, /*whole=*/true);
+  if (shape.groups == 0) return rows_of_batch<T>(shape, aligned);
+  return rows_of<T>(shape.statistics(), shape.share(), aligned, /*whole=*/true);
 }
 
 template <typename T>
@@ -198,15 +213,15 @@ void statistics(const NormShape& shape, const NormStatistics& call, Stream strea
   if (shape.channels_last) {
     const Pixels pixels = moment_pixels<T>(shape, aligned);
     launch(moments_pixels_kernel<T>, grid_of(n, pixels, Elements<T>::kCount), kNormThreads,
-           int64_t{2} * kNormThreads * Elements<T>::kCount * static_cast<int64_t>(sizeof(float)), stream, n,
-           pixels, x, out);
+           int64_t{kNormThreads} * (1 + 2 * Elements<T>::kCount) * static_cast<int64_t>(sizeof(float)),
+           stream, n, pixels, x, out);
     layout = shape.groups == 0 ? Parts{n.channels, pixels.chunks, 1}
                                : Parts{n.groups, pixels.chunks, n.channels_a_group};
   } else {
     const Rows rows = moment_rows<T>(shape, aligned);
     launch(rows.team == kWarp ? moments_rows_kernel<T, kWarp> : moments_rows_kernel<T, kNormThreads>,
            {rows.blocks()}, kNormThreads, sizeof(Moments) * (kNormThreads / kWarp), stream, rows, x, out);
-    layout = shape.groups == 0 ? Parts{n.channels, n.images, rows.parts}
+    layout = shape.groups == 0 ? Parts{n.channels, rows.sets() / n.channels, rows.parts}
                                : Parts{shape.statistics(), 1, rows.parts};
   }
   launch(finish_moments_kernel, {divided_up(shape.statistics(), kFinishThreads / kWarp)}, kFinishThreads, 0,

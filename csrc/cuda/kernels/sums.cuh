@@ -16,24 +16,31 @@ PATCHCONV_DEVICE Sums from_lane(const Sums& mine, int distance) {
   return {shuffle_xor(mine.grad, distance), shuffle_xor(mine.product, distance)};
 }
 
-// Puts the sums of a block of pixels together, and stores them as part [image][chunk][channel].
+// Puts the sums of a block of pixels together, by halves, and stores them as part [image][chunk][channel].
 template <int kCount>
 PATCHCONV_DEVICE void store_block_sums(const NormSizes& n, const Pixels& pixels, const PixelPart& part,
-                                       const Sums (&all)[kCount], Sums* out) {
-  const int down = kNormThreads / pixels.across;
-  // [row][channel] of the block; each channel's are put together by one thread.
+                                       Sums (&all)[kCount], Sums* out) {
   const int width = pixels.across * kCount;
   Sums* sums = shared_memory<Sums>();
   const int row = thread_index() / pixels.across, across = thread_index() % pixels.across;
+  for (int half = kNormThreads / pixels.across / 2; half > 0; half /= 2) {
+    if (row >= half && row < 2 * half) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sums[row * width + across * kCount + i] = all[i];
-  block_barrier();
-  for (int k = thread_index(); k < width; k += kNormThreads) {
-    const int64_t channel = static_cast<int64_t>(block_y()) * width + k;
-    if (channel >= n.channels) break;
-    Sums total = sums[k];
-    for (int r = 1; r < down; ++r) total = added(total, sums[r * width + k]);
-    out[(part.image * pixels.chunks + part.chunk) * n.channels + channel] = total;
+      for (int i = 0; i < kCount; ++i) sums[row * width + across * kCount + i] = all[i];
+    }
+    block_barrier();
+    if (row < half) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        all[i] = added(all[i], sums[(row + half) * width + across * kCount + i]);
+      }
+    }
+  }
+  if (row != 0) return;
+  Sums* to = out + (part.image * pixels.chunks + part.chunk) * n.channels + part.channel;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i < part.left) to[i] = all[i];
   }
 }
 

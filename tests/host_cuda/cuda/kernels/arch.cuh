@@ -17,6 +17,7 @@
 namespace patchconv::kernels {
 
 #define PATCHCONV_DEVICE inline
+#define PATCHCONV_HOST_DEVICE inline
 
 constexpr int kWarp = 32;
 
