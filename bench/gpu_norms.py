@@ -50,8 +50,8 @@ def sums(x: Tensor) -> int:
 
 def parameters(x: Tensor, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Weight and bias of x's channels."""
-    of = {"dtype": dtype, "device": x.device}
-    return [torch.rand(x.shape[1], **of) + 0.5, torch.randn(x.shape[1], **of)]
+    weight = torch.rand(x.shape[1], dtype=dtype, device=x.device) + 0.5
+    return [weight, torch.randn_like(weight)]
 
 
 def running(x: Tensor) -> tuple[Tensor, Tensor]:
