@@ -22,7 +22,9 @@ FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last
 
 
 class Leaves:
-    """Arguments of an operator. Parameters and statistics are float32, as mixed precision has them."""
+    """Arguments of an operator. Parameters and statistics are float32, as mixed precision has them; but group norm's
+    have the input's type, since stock's kernel on CUDA takes no other.
+    """
 
     def __init__(self, device: str, dtype: torch.dtype = torch.float32, layout: str = "NCHW") -> None:
         torch.manual_seed(41)
@@ -35,6 +37,9 @@ class Leaves:
         self.x, self.other, self.grad = image(), image(), image().detach()
         self.weight = (torch.rand(8, device=device) + 0.5).requires_grad_()
         self.bias = torch.randn(8, device=device).requires_grad_()
+        self.group_weight, self.group_bias = (
+            t.detach().to(dtype, copy=True).requires_grad_() for t in (self.weight, self.bias)
+        )
         self.mean, self.var = torch.randn(8, device=device), torch.rand(8, device=device) + 0.5
 
     def gradient(self, y: Tensor) -> Tensor:
@@ -82,8 +87,14 @@ _SUMS = "norm_sums_ finish_sums_kernel norm_gradient_"
 _SCALED = r"^(?!.*(batch_norm|threshold|clamp)).*elementwise"
 _BATCH = {"wanted": _ALL, "kernels": ("moments_ finish_moments_kernel norm_map_", _SUMS),
           "pieces": ("_batch_statistics _normalize", "_batch_norm_backward")}  # fmt: skip
-_GROUP = {"wanted": _ALL, "pieces": ("_group_norm", "_group_norm_backward"),
-          "kernels": (_BATCH["kernels"][0], f"{_SUMS} parameter_sums_kernel group_sums_kernel")}  # fmt: skip
+# Parameters in half precision are turned to float32 and their gradients back, by stock's copies.
+_CAST = r"^(?!.*(GroupNorm|group_norm|silu|sigmoid)).*elementwise"
+_GROUP = {
+    "wanted": ("x", "group_weight", "group_bias"),
+    "pieces": ("_group_norm", "_group_norm_backward"),
+    "kernels": (_BATCH["kernels"][0], f"{_SUMS} parameter_sums_kernel group_sums_kernel"),
+    "beside": (_CAST, _CAST),
+}
 _EVAL = {"wanted": _ALL, "pieces": ("_normalize", "_batch_norm_backward"), "kernels": ("norm_map_", _SUMS)}
 
 OPERATORS: dict[str, Operator] = {
@@ -114,8 +125,8 @@ OPERATORS: dict[str, Operator] = {
                                             ("_normalize_masked", "_mask_backward"),
                                             ("norm_scales_kernel norm_mask_kernel", "mask_backward_kernel"),
                                             ("", _SCALED)),
-    "group_norm": Operator(lambda a: lf.group_norm(a.x, 4, a.weight, a.bias), **_GROUP),
-    "group_norm_silu": Operator(lambda a: lf.group_norm_silu(a.x, 4, a.weight, a.bias), **_GROUP),
+    "group_norm": Operator(lambda a: lf.group_norm(a.x, 4, a.group_weight, a.group_bias), **_GROUP),
+    "group_norm_silu": Operator(lambda a: lf.group_norm_silu(a.x, 4, a.group_weight, a.group_bias), **_GROUP),
 }  # fmt: skip
 
 
@@ -153,7 +164,7 @@ def _behind_norms(operator: Operator) -> Callable[[Leaves], Tensor]:
 
     def call(a: Leaves) -> Tensor:
         inner = copy.copy(a)
-        inner.x, inner.other = _norm(a), lf.group_norm(a.other, 2, a.weight, a.bias)
+        inner.x, inner.other = _norm(a), lf.group_norm(a.other, 2, a.group_weight, a.group_bias)
         return operator.forward(inner)
 
     return call
@@ -165,7 +176,7 @@ REBUILT: dict[str, Callable[[Leaves], Tensor]] = {
     "batch_norm relu dropout": lambda a: lf.dropout(lf.relu(_norm(a)), 0.3),
     "batch_norm_relu dropout2d": lambda a: lf.dropout2d(lf.batch_norm_relu(*_training(a)), 0.4),
     "batch_norm relu6 max_pool": lambda a: lf.max_pool2d(lf.relu6(_norm(a)), 3, 1, 1),
-    "group_norm_silu dropout": lambda a: lf.dropout(lf.group_norm_silu(a.x, 2, a.weight, a.bias), 0.3),
+    "group_norm_silu dropout": lambda a: lf.dropout(lf.group_norm_silu(a.x, 2, a.group_weight, a.group_bias), 0.3),
     "instance_norm leaky_relu": lambda a: lf.leaky_relu(lf.instance_norm(a.x, weight=a.weight, bias=a.bias)),
     "cat": lambda a: lf.cat([lf.batch_norm_relu(*_training(a)), lf.silu(a.other)], 1),
 }

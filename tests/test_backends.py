@@ -45,11 +45,19 @@ def test_kernels_that_should_not_have_run_are_named():
     assert len(not_ours([stock_of_that_name], "mask_forward_kernel")) == 2
 
 
-def test_what_may_run_beside_a_frozen_norm():
-    beside = OPERATORS["batch_norm_relu eval frozen"].beside[1]
-    assert not_ours([STOCK], "", beside) == []
-    for name in ("batch_norm_backward_elementwise_kernel", "vectorized_elementwise_kernel<4, threshold_kernel_impl>"):
-        assert not_ours([name], "", beside) == [name]
+def test_what_may_run_beside_norms():
+    elementwise = "vectorized_elementwise_kernel<4, at::native::{}>"
+    group_norms = [
+        "RowwiseMomentsCUDAKernel",
+        *map(elementwise.format, ("silu_backward_kernel", "GroupNormKernelImpl")),
+    ]
+    for operator, not_wanted in (
+        ("batch_norm_relu eval frozen", ["batch_norm_backward_elementwise_kernel", elementwise.format("threshold")]),
+        ("group_norm_silu", group_norms),
+    ):
+        beside = OPERATORS[operator].beside[1]
+        assert not_ours([STOCK], "", beside) == []
+        assert not_ours(not_wanted, "", beside) == not_wanted
 
 
 @DTYPES
