@@ -2,7 +2,8 @@
 
 The tests ask the same in far more configurations; this is the short form that fits into minutes on a new
 device, and that a memory checker can run: `python -m bench.correct --device cuda [--few]`. Exit code 1 if
-anything is off. Here are the convolutions; bench/correct_kernels.py has the rest.
+anything is off. Here are the convolutions; bench/correct_kernels.py and
+bench/correct_norms.py have the rest.
 
 Exact values come from stock PyTorch in float64 on the CPU, fed with the rounded tensors that the device gets.
 An error may be 1.1 times stock's largest on the same device in the same type, plus what rounding the result
@@ -28,7 +29,7 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-from . import correct_kernels
+from . import correct_kernels, correct_norms
 from .cases import CONTENTS, UNIT, contents
 
 RESULTS = ("output", "grad_input", "grad_weight", "grad_bias")
@@ -212,8 +213,8 @@ def run(
     torch.backends.cuda.matmul.allow_tf32 = False
     wanted: list[tuple[str, Callable[[str], tuple[float, str]]]] = []
     if only != "convolutions":
-        wanted += [("kernels, large", correct_kernels.probe_large)] * large
-        wanted += correct_kernels.checks(few)
+        wanted += [("kernels, large", correct_kernels.probe_large), ("norms, large", correct_norms.probe_large)] * large
+        wanted += itertools.chain(correct_kernels.checks(few), correct_norms.checks(few))
     if only != "kernels":
         wanted += [("large", probe_large)] * large
         wanted += [(str(check), partial(excess, check)) for check in checks(few)]

@@ -4,7 +4,7 @@ Parts, each in a process of its own, so that none can end the others:
   tests      the test suite's CUDA half
   correct    every operator and its gradients against float64, and more than 2^31 elements (bench.correct)
   sanitizer  compute-sanitizer over a few small cases, where the tool is on PATH: memcheck, racecheck of our kernels
-  masks, pools, dropout
+  masks, norms, pools, dropout
              times of the memory-bound kernels beside stock's and a plain copy (bench.gpu_kernels)
   memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
   speed      times of the same
@@ -32,8 +32,8 @@ import torch
 from . import correct, gpu_kernels, gpu_measure, measure, report, report_kernels
 
 # Seconds of the total that a part may take; what one leaves, the last (speed) gets.
-SHARES = {"tests": 130.0, "correct": 50.0, "sanitizer": 55.0, "masks": 25.0, "pools": 40.0, "dropout": 18.0,
-          "memory": 60.0, "speed": 82.0}  # fmt: skip
+SHARES = {"tests": 125.0, "correct": 52.0, "sanitizer": 52.0, "masks": 23.0, "norms": 40.0, "pools": 34.0,
+          "dropout": 14.0, "memory": 50.0, "speed": 70.0}  # fmt: skip
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
 
@@ -144,6 +144,7 @@ def kernels(section: str, run: Run) -> None:
     run.missing(f"{section}:", missing)
     for line in report_kernels.verdicts(rows):
         print("  ".join(line), flush=True)
+    print(report_kernels.allocations(rows), flush=True)
 
 
 def _measured(run: Run, part: str) -> None:

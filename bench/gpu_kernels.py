@@ -5,74 +5,33 @@ same, and a plain copy of the job's bytes (half of them read, half written). Its
 read and write at least: ReLU forward reads and writes the tensor and writes an eighth of a byte an element. Ratios are
 of medians: copy's time in units of ours is the share of the device's rate that is reached, stock's how much faster we
 are. Results are made anew in every call, ours and stock's, except where the name says in place; the copy's memory is
-there. A new family is one more entry in SECTIONS. Without a GPU the same code times what computes there, which tests
-it and measures nothing.
+there. The norms are in bench/gpu_norms.py; a new family is one more entry in SECTIONS. Without a GPU the same code
+times what computes there, which tests it and measures nothing.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import measure
+from . import gpu_norms, measure
 from .cases import DTYPES, LAYOUTS, OURS, STOCK
 from .correct_kernels import native
+from .gpu_jobs import NEAR_COPY, SIZES, Bound, Job
 from .gpu_measure import Deadline, Save, Timer, guarded
-from .measure import MIB, Spread
+from .measure import Spread
 from .report_kernels import COPY, OF_COPY, OF_STOCK
 
 ops, aten = torch.ops.patchconv, torch.ops.aten
-SIZES = {"full": (256 * MIB, 16 * MIB, 1024 * MIB, MIB), "tiny": (MIB // 16,)}  # the most important first
 SECONDS = {"full": 0.03, "tiny": 0.0}  # of one of the two visits to a side
 KINDS = {"relu": (0, 0.0, 0.0), "leaky_relu": (1, 0.01, 0.0), "relu6": (2, 0.0, 6.0), "hardsigmoid": (4, 0.0, 0.0)}
 
-# What is asked of the ratios, rounded to hundredths.
-NOT_SLOWER = {OF_STOCK: 1.0}
-MASK_FORWARD, MASK_BACKWARD = {OF_COPY: 0.9, OF_STOCK: 1.0}, {OF_COPY: 0.9, OF_STOCK: 1.35}
-MAX_POOL_FORWARD = {OF_STOCK: 1.4}
-
-
-@dataclass
-class Bound:
-    """A job on its device: the bytes that it must move, and the calls that do it."""
-
-    floor: int
-    ours: Callable[[], Any]
-    stock: Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    name: str
-    pass_: str
-    dtype: str
-    bytes: int  # of the tensor that the layer is applied to
-    bind: Callable[[Job, str], Bound]
-    layout: str = "dense"  # any, where memory order is all that counts
-    targets: dict[str, float] = field(default_factory=lambda: NOT_SLOWER)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        of = {"name": self.name, "pass": self.pass_, "dtype": self.dtype, "layout": self.layout}
-        return of | {"mib": self.bytes / MIB, "targets": self.targets}
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.pass_} {self.dtype} {self.layout} {self.bytes / MIB:g} MiB"
-
-    def tensor(self, device: str) -> Tensor:
-        """(N, 64, side, side) in the job's layout, and of its bytes."""
-        side = next(side for side, least in ((256, 16 * MIB), (64, MIB), (8, 0)) if self.bytes >= least)
-        dtype = DTYPES[self.dtype]
-        batch = max(1, self.bytes // (64 * side * side * dtype.itemsize))
-        x = torch.randn(batch, 64, side, side, dtype=dtype, device=device)
-        return x.contiguous(memory_format=LAYOUTS.get(self.layout, torch.contiguous_format))
-
+MASK_BACKWARD, MAX_POOL_FORWARD = {OF_COPY: 0.9, OF_STOCK: 1.35}, {OF_STOCK: 1.4}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Packed masks
@@ -113,14 +72,14 @@ def mask_backward(job: Job, device: str) -> Bound:
 def masks(size: str) -> Iterator[Job]:
     for number in SIZES[size]:
         for dtype in DTYPES:
-            yield Job("relu", "forward", dtype, number, mask_forward, targets=MASK_FORWARD)
+            yield Job("relu", "forward", dtype, number, mask_forward, targets=NEAR_COPY)
             yield Job("relu", "backward", dtype, number, mask_backward, targets=MASK_BACKWARD)
             in_place = partial(mask_forward, in_place=True)
-            yield Job("relu in place", "forward", dtype, number, in_place, targets=MASK_FORWARD)
+            yield Job("relu in place", "forward", dtype, number, in_place, targets=NEAR_COPY)
     for name in list(KINDS)[1:]:  # the same kernels, with a little more arithmetic
         for dtype in DTYPES:
-            yield Job(name, "forward", dtype, SIZES[size][0], mask_forward, targets=MASK_FORWARD)
-            yield Job(name, "backward", dtype, SIZES[size][0], mask_backward, targets={OF_COPY: 0.9, OF_STOCK: 1.0})
+            yield Job(name, "forward", dtype, SIZES[size][0], mask_forward, targets=NEAR_COPY)
+            yield Job(name, "backward", dtype, SIZES[size][0], mask_backward, targets=NEAR_COPY)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,7 +144,9 @@ def dropout(size: str) -> Iterator[Job]:
             yield Job("dropout", "backward", dtype, number, dropout_backward)
 
 
-SECTIONS: dict[str, Callable[[str], Iterator[Job]]] = {"masks": masks, "pools": pools, "dropout": dropout}
+SECTIONS: dict[str, Callable[[str], Iterator[Job]]] = {
+    "masks": masks, "norms": gpu_norms.norms, "pools": pools, "dropout": dropout,
+}  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Measuring
@@ -214,6 +175,7 @@ def timed(job: Job, device: str, timer: Timer, seconds: float) -> dict[str, Any]
         "calls": {side: len(taken) for side, taken in samples.items()},
         "gb_s": {side: round(bound.floor / time / 1e6, 1) for side, time in ms.items()},
         "workspace": workspace,
+        "allowed": bound.allowed,
         **ratios,
         "met": {name: ratios[name] >= target for name, target in job.targets.items()},
     }

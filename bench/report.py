@@ -300,6 +300,7 @@ def gpu(data: dict[str, Any]) -> str:
         parts.append(f"## {section.capitalize()}: time, level-2 cache flushed before every call\n")
         parts.append("The floor's bytes are counted on all sides; the copy moves as many.\n")
         parts.append(table(report_kernels.VERDICTS_HEAD, report_kernels.verdicts(rows)) + "\n")
+        parts.append(report_kernels.allocations(rows) + "\n")
         parts.append(table(report_kernels.ROWS_HEAD, report_kernels.lines_of(rows)) + "\n")
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _gpu_memory),

@@ -32,6 +32,18 @@ def verdicts(rows: Rows) -> list[list[str]]:
     return lines
 
 
+def allocations(rows: Rows) -> str:
+    """Which rows allocate more besides their results than their kernels have a use for: stock operators' temporaries,
+    in all likelihood."""
+    measured = [row for row in rows if "error" not in row]
+    beyond = [row for row in measured if row["workspace"][OURS] > row["allowed"]]
+    said = f"Of {len(measured)} rows {len(beyond)} allocate more than they may besides their results"
+    return "; ".join([said, *(
+        f"{row['name']} {row['pass']} {row['dtype']} {row['layout']} {row['mib']:g} MiB: "
+        f"{row['workspace'][OURS] / MIB:.2f} MiB instead of {row['allowed'] / MIB:.2f}" for row in beyond
+    )])  # fmt: skip
+
+
 def lines_of(rows: Rows) -> list[list[str]]:
     """One line a row, under ROWS_HEAD."""
     lines = []

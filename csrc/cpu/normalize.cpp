@@ -42,6 +42,7 @@ namespace {
 
 constexpr int64_t kLanes = 16;     // independent sums: enough for the adders' latency
 constexpr int64_t kBlock = 2048;   // elements a block along a row
+constexpr int64_t kTerms = 16;     // squares added in float32, at most
 constexpr int64_t kPixels = 64;    // pixels a block in channels_last
 constexpr int64_t kChunks = 64;    // parts of a channels_last image, at most
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
@@ -73,22 +74,29 @@ double sum(const T* x, int64_t n) {
   return total;
 }
 
+// Of what is left without the mean. A few terms in Acc, then in float64: of values that are all as far from
+// the mean long float32 sums lose digits.
 template <typename Acc, typename T>
-Acc squares(const T* x, int64_t n, Acc mean) {
-  Acc lanes[kLanes] = {};
+double squares(const T* x, int64_t n, Acc mean) {
+  double totals[kLanes] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t j = 0; j < kLanes; ++j) {
-      const Acc d = static_cast<Acc>(x[i + j]) - mean;
-      lanes[j] += d * d;
+  while (i + kLanes <= n) {
+    const int64_t end = std::min(n - kLanes, i + (kTerms - 1) * kLanes);
+    Acc lanes[kLanes] = {};
+    for (; i <= end; i += kLanes) {
+      for (int64_t j = 0; j < kLanes; ++j) {
+        const Acc d = static_cast<Acc>(x[i + j]) - mean;
+        lanes[j] += d * d;
+      }
     }
+    for (int64_t j = 0; j < kLanes; ++j) totals[j] += static_cast<double>(lanes[j]);
   }
   for (int64_t j = 0; i < n; ++i, ++j) {
     const Acc d = static_cast<Acc>(x[i]) - mean;
-    lanes[j] += d * d;
+    totals[j] += static_cast<double>(d * d);
   }
-  Acc total = 0;
-  for (const Acc lane : lanes) total += lane;
+  double total = 0;
+  for (const double lane : totals) total += lane;
   return total;
 }
 
@@ -123,7 +131,7 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
   std::vector<Moments> parts(chunks * c);
   at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * c)),
                    [&](int64_t begin, int64_t end) {
-                     std::vector<double> totals(c);
+                     std::vector<double> totals(c), squares(c);
                      std::vector<Acc> means(c), sums(c);
                      for (int64_t part = begin; part < end; ++part) {
                        const int64_t last = std::min(pixels, (part + 1) * chunk);
@@ -131,7 +139,6 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
                          const int64_t count = std::min(kPixels, last - p);
                          const T* block = x + p * c;
                          std::fill(totals.begin(), totals.end(), 0.0);
-                         std::fill(sums.begin(), sums.end(), Acc(0));
                          for (int64_t q = 0; q < count; ++q) {
                            for (int64_t k = 0; k < c; ++k) totals[k] += static_cast<double>(block[q * c + k]);
                          }
@@ -139,14 +146,19 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
                            totals[k] /= static_cast<double>(count);
                            means[k] = static_cast<Acc>(totals[k]);
                          }
-                         for (int64_t q = 0; q < count; ++q) {
-                           for (int64_t k = 0; k < c; ++k) {
-                             const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
-                             sums[k] += d * d;
+                         std::fill(squares.begin(), squares.end(), 0.0);
+                         for (int64_t from = 0; from < count; from += kTerms) {
+                           std::fill(sums.begin(), sums.end(), Acc(0));
+                           for (int64_t q = from; q < std::min(count, from + kTerms); ++q) {
+                             for (int64_t k = 0; k < c; ++k) {
+                               const Acc d = static_cast<Acc>(block[q * c + k]) - means[k];
+                               sums[k] += d * d;
+                             }
                            }
+                           for (int64_t k = 0; k < c; ++k) squares[k] += static_cast<double>(sums[k]);
                          }
                          for (int64_t k = 0; k < c; ++k)
-                           parts[part * c + k].add(static_cast<double>(count), totals[k], sums[k]);
+                           parts[part * c + k].add(static_cast<double>(count), totals[k], squares[k]);
                        }
                      }
                    });

@@ -8,18 +8,19 @@
 #include <ATen/ops/adaptive_max_pool1d.h>
 #include <ATen/ops/adaptive_max_pool2d.h>
 #include <ATen/ops/adaptive_max_pool3d.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/avg_pool1d.h>
 #include <ATen/ops/avg_pool2d.h>
 #include <ATen/ops/avg_pool3d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/max_pool1d.h>
 #include <ATen/ops/max_pool2d.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <ATen/ops/max_pool3d.h>
 #include <ATen/ops/max_pool3d_with_indices.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -47,18 +48,22 @@ struct Grid {
   Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device)
       : sizes(input.vec()) {
     const size_t dims = output.size();
+    const auto options = at::TensorOptions().dtype(at::kLong).device(device);
     for (size_t d = 0; d < dims; ++d) {
-      std::vector<int64_t> starts, taps, shape(dims, 1);
-      for (int64_t o = 0; o < output[d]; ++o) {
-        const int64_t from = o * input[d] / output[d];
-        starts.push_back(spec.kernel.empty() ? from : o * spec.stride[d] - spec.padding[d]);
-        taps.push_back(spec.kernel.empty() ? ((o + 1) * input[d] + output[d] - 1) / output[d] - from
-                                           : spec.kernel[d]);
-      }
+      std::vector<int64_t> shape(dims, 1);
       shape[d] = output[d];
-      const auto options = at::TensorOptions().dtype(at::kLong);
-      begin.push_back(at::tensor(starts, options).to(device).view(shape));
-      width.push_back(at::tensor(taps, options).to(device).view(shape));
+      // Made on the device: a copy from the host would wait for it, and cannot be captured in a graph.
+      const Tensor o = at::arange(output[d], options);
+      Tensor start, taps;
+      if (spec.kernel.empty()) {
+        start = o.mul(input[d]).div_(output[d], "floor");
+        taps = o.add(1).mul_(input[d]).add_(output[d] - 1).div_(output[d], "floor").sub_(start);
+      } else {
+        start = o.mul(spec.stride[d]).sub_(spec.padding[d]);
+        taps = at::full({output[d]}, spec.kernel[d], options);
+      }
+      begin.push_back(start.view(shape));
+      width.push_back(taps.view(shape));
       step.push_back(spec.kernel.empty() ? 1 : spec.dilation[d]);
     }
   }

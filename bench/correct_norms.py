@@ -1,0 +1,271 @@
+"""Norms with and without their activation, and residual sums with ReLU, against float64: a part of bench.correct.
+
+Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the rounded
+tensors that the device gets. An error may be 1.1 times stock's largest, on the same input and device, and one rounding
+of the result's largest number. Numbers a channel may have two, since they are made of others that are rounded to
+float32; and a sum over a channel, in which terms cancel, is for that as large as the root of the sum of their squares.
+Where a ReLU's input is zero but for rounding, two right answers differ in the whole gradient: exact gradients are those
+behind the mask that the side's own output has, and the output says that the mask is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import patchconv_native as pc
+
+from .cases import UNIT, contents
+from .correct_kernels import DTYPES, Found, native
+
+ops, lf = torch.ops.patchconv, pc.lean_functional
+EPS, MOMENTUM = 1e-5, 0.3
+
+
+@dataclass
+class Given:
+    """What a norm is given. Any of it may want a gradient."""
+
+    x: Tensor
+    other: Tensor  # a sum's second term
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor  # running, as var
+    var: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Given:
+        return Given(*(change(getattr(self, field.name)) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An operator of ours, and stock's without the activation."""
+
+    ours: Callable[[Given], Tensor]
+    stock: Callable[[Given], Tensor]
+    activation: str = "none"
+    wanted: tuple[str, ...] = ("x", "weight", "bias")  # gradients
+    moves: bool = False  # the running statistics
+    statistics: bool = True  # it makes some
+    same_type: bool = False  # stock's parameters must have the input's type
+    least_dims: int = 2
+
+    def activated(self, z: Tensor) -> Tensor:
+        return {"none": lambda z: z, "relu": F.relu, "silu": F.silu}[self.activation](z)
+
+
+def groups_of(x: Tensor) -> int:
+    return next(groups for groups in (4, 3, 2, 1) if x.shape[1] % groups == 0)
+
+
+def _batch(function: Callable[..., Tensor], training: bool) -> Callable[[Given], Tensor]:
+    return lambda g: function(g.x, g.mean, g.var, g.weight, g.bias, training, MOMENTUM, EPS)
+
+
+def _group(function: Callable[..., Tensor]) -> Callable[[Given], Tensor]:
+    return lambda g: function(g.x, groups_of(g.x), g.weight, g.bias, EPS)
+
+
+def _instance(function: Callable[..., Tensor]) -> Callable[[Given], Tensor]:
+    return lambda g: function(g.x, g.mean, g.var, g.weight, g.bias, True, MOMENTUM, EPS)
+
+
+_group_norm = Norm(_group(lf.group_norm), _group(F.group_norm), same_type=True, least_dims=3)
+_constants = Norm(_batch(lf.batch_norm, False), _batch(F.batch_norm, False), statistics=False)
+_constants_relu = replace(_constants, ours=_batch(lf.batch_norm_relu, False), activation="relu")
+NORMS: dict[str, Norm] = {
+    "batch_norm": Norm(_batch(lf.batch_norm, True), _batch(F.batch_norm, True), moves=True),
+    "batch_norm_relu": Norm(_batch(lf.batch_norm_relu, True), _batch(F.batch_norm, True), "relu", moves=True),
+    "batch_norm eval": _constants,
+    "batch_norm_relu eval": _constants_relu,
+    "batch_norm eval frozen": replace(_constants, wanted=("x", "bias")),
+    "batch_norm_relu eval frozen": replace(_constants_relu, wanted=("x", "bias")),
+    "group_norm": _group_norm,
+    "group_norm_silu": replace(_group_norm, ours=_group(lf.group_norm_silu), activation="silu"),
+    "group_norm of channels": replace(
+        _group_norm,
+        ours=lambda g: lf.group_norm(g.x, g.x.shape[1], g.weight, g.bias, EPS),
+        stock=lambda g: F.group_norm(g.x, g.x.shape[1], g.weight, g.bias, EPS),
+    ),
+    "instance_norm": Norm(_instance(lf.instance_norm), _instance(F.instance_norm), moves=True, least_dims=3),
+    "add_relu": Norm(
+        lambda g: lf.add_relu(g.x, g.other), lambda g: g.x + g.other, "relu", ("x", "other"), statistics=False
+    ),
+}
+
+CONTENTS = ("noise", "far", "ramp", "steps")
+# Shape, elements by which it begins off an aligned address, channels_last: odd and even planes, one image, one channel,
+# planes and pixels of several blocks, no planes at all.
+FORMS: list[tuple[tuple[int, ...], int, bool]] = [
+    ((2, 3, 7, 7), 0, False), ((2, 3, 7, 7), 0, True), ((1, 1, 7, 7), 0, False), ((3, 1, 7, 5), 1, True),
+    ((1, 8, 67, 65), 1, False), ((2, 40, 33, 31), 0, True), ((3, 130, 6, 6), 1, True), ((5, 12, 9), 1, False),
+    ((2, 64, 32, 32), 0, False), ((2, 6, 5, 6, 7), 0, True), ((37, 5), 0, False),
+]  # fmt: skip
+
+
+def filled(shape: tuple[int, ...], content: str, generator: torch.Generator) -> Tensor:
+    """ "far": a mean of 100 deviations, another one in each channel."""
+    if content != "far":
+        return contents(shape, content, generator)
+    sign = torch.arange(shape[1]).view(-1, *[1] * (len(shape) - 2)) % 2 * 2 - 1
+    return torch.randn(shape, generator=generator) + 100 * sign
+
+
+def placed(values: Tensor, off: int, channels_last: bool, device: str) -> Tensor:
+    """On the device, dense, `off` elements from an aligned address."""
+    order = values.movedim(1, -1) if channels_last else values
+    room = torch.empty(values.numel() + off, dtype=values.dtype, device=device)
+    there = room[off:].view(order.shape).copy_(order)
+    return there.movedim(-1, 1) if channels_last else there
+
+
+def given(norm: Norm, dtype: torch.dtype, content: str, shape: tuple[int, ...]) -> Given:
+    """On the CPU, in the types that the device gets."""
+    generator = torch.Generator().manual_seed(29)
+    x = filled(shape, content, generator)
+    draw = partial(torch.randn, shape[1], generator=generator)
+    over = [d for d in range(x.dim()) if d != 1]
+    # Running statistics near the input's own, as they are in a network.
+    mean, var = x.mean(over) + draw() / 4, x.var(over, correction=0) * (1 + draw().abs()) + 0.1
+    weight, bias = (t.to(dtype if norm.same_type else torch.float32) for t in (1 + draw() / 2, draw()))
+    return Given(x.to(dtype), torch.randn(shape, generator=generator).to(dtype), weight, bias, mean, var)
+
+
+def outcome(norm: Norm, call: Callable[[Given], Tensor], there: Given, grad: Tensor) -> dict[str, Tensor]:
+    """All that a norm gives."""
+    leaves = there.map(lambda t: t.detach())
+    wanted = [getattr(leaves, name).requires_grad_() for name in norm.wanted]
+    leaves.mean, leaves.var = leaves.mean.clone(), leaves.var.clone()
+    y = call(leaves)
+    grads = torch.autograd.grad(y, wanted, grad.to(y.dtype))
+    results = {"output": y.detach(), **{f"gradient of {n}": g for n, g in zip(norm.wanted, grads, strict=True)}}
+    return results | {"running mean": leaves.mean, "running variance": leaves.var}
+
+
+def exact(norm: Norm, here: Given, grad: Tensor, output: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """In float64, behind the mask of this output; and the size of each result, that its one rounding is of."""
+    double = here.map(Tensor.double)
+    with torch.no_grad():
+        z = norm.stock(double.map(Tensor.clone))
+    if norm.activation == "silu":
+        z.requires_grad_()
+        (grad,) = torch.autograd.grad(F.silu(z), z, grad.double())
+        z = z.detach()
+    else:
+        grad = grad.double() * (output.cpu() > 0) if norm.activation == "relu" else grad.double()
+    found = outcome(norm, norm.stock, double, grad)
+    found["output"] = norm.activated(found["output"])
+    sizes = {part: float(values.abs().max()) for part, values in found.items()}
+    shape = [1, -1] + [1] * (z.dim() - 2)
+    over = [d for d in range(z.dim()) if d != 1]
+    terms = {"bias": grad, "weight": grad * (z - double.bias.view(shape)) / double.weight.view(shape)}
+    for name in set(terms) & set(norm.wanted):
+        part = f"gradient of {name}"
+        sizes[part] = max(sizes[part], float(terms[name].square().sum(over).sqrt().max()))
+    return found, sizes
+
+
+def check(name: str, dtype: torch.dtype, content: str, form: tuple[tuple[int, ...], int, bool], device: str) -> Found:
+    norm, (shape, off, channels_last) = NORMS[name], form
+    here = given(norm, dtype, content, shape)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(31)).to(dtype)
+    put = partial(placed, off=off, channels_last=channels_last, device=device)
+    there = here.map(lambda t: put(t) if t.dim() > 1 else t.to(device))
+    with native(device):
+        ours = outcome(norm, norm.ours, there, put(grad))
+    stock = outcome(norm, lambda g: norm.activated(norm.stock(g)), there, put(grad))
+    (wanted, sizes), (theirs, _) = (exact(norm, here, grad, side["output"]) for side in (ours, stock))
+    worst = 0.0
+    for part, got in ours.items():
+        if got.shape != stock[part].shape or got.dtype != stock[part].dtype:
+            return float("inf"), f"{part}: {got.dtype} {tuple(got.shape)}"
+        if part.startswith("running") and not norm.moves:
+            if not torch.equal(got, getattr(there, "mean" if part.endswith("mean") else "var")):
+                return float("inf"), f"{part}: it was moved"
+            continue
+        stocks = float((stock[part].cpu().double() - theirs[part]).abs().max())
+        bound = 1.1 * stocks + (2 if got.dim() == 1 else 1) * UNIT[got.dtype] * sizes[part]
+        bound += 2.0**-25 if got.dtype == torch.float16 else 1e-300  # half a step between denormal numbers
+        ratio = float(((got.cpu().double() - wanted[part]).abs() / bound).nan_to_num(float("inf")).max())
+        if ratio > 1:
+            return ratio, f"{part}: error {ratio:.3g} times its bound"
+        worst = max(worst, ratio)
+    return worst, ""
+
+
+def checks(few: bool = False) -> Iterator[tuple[str, Callable[[str], Found]]]:
+    """Every operator in every type; contents and forms take turns."""
+    turns = itertools.cycle(itertools.product(CONTENTS, FORMS))
+    for name, dtype in itertools.product(NORMS, DTYPES[: 2 if few else 3]):
+        fitting = (turn for turn in turns if len(turn[1][0]) >= NORMS[name].least_dims)
+        for content, form in itertools.islice(fitting, 1 if few else 9):  # 9 and 44 have no common divisor
+            yield f"norm {name} {dtype} {content} {form}", partial(check, name, dtype, content, form)
+
+
+PART = 2**23  # pixels that are looked at in float64 at a time
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (channels, elements) mean and biased variance in float64."""
+    parts = [(part.shape[1], *torch.var_mean(part.double(), 1, correction=0)) for part in x.split(PART, 1)]
+    mean = torch.stack([count * mean for count, _, mean in parts]).sum(0) / x.shape[1]
+    squares = torch.stack([count * (var + (mean_ - mean).square()) for count, var, mean_ in parts])
+    return mean, squares.sum(0) / x.shape[1]
+
+
+def probe_large(device: str, height: int = 131_072, width: int = 4104, channels: int = 4) -> Found:
+    """Batch norm with ReLU in training, forward and backward in both layouts, and a sum with ReLU, of over 2^31
+    elements (bfloat16), at telling places. The gradient of the output is the input, which saves another tensor."""
+    generator = torch.Generator(device).manual_seed(37)
+    flat = torch.empty(height * width * channels, dtype=torch.bfloat16, device=device)
+    for part in flat.split(2**27):
+        part.copy_(torch.randn(len(part), device=device, generator=generator) + 0.5)
+    w, b = torch.linspace(0.5, 2, channels, device=device), torch.linspace(-1, 1, channels, device=device)
+    length = min(2**16, len(flat) // 4 * 4)
+    starts = sorted({0, max(0, min(2**31, len(flat)) - length // 2), len(flat) - length})
+    wrong = []
+    with native(device), torch.no_grad():
+        y, _ = ops._add_mask_forward(flat, flat)
+        for start in starts:
+            if not torch.equal(y[start : start + length], (2 * flat[start : start + length]).clamp(min=0)):
+                wrong.append(f"sum at {start}")
+        del y
+        for last in (False, True):
+            x = flat.view(1, height, width, channels).movedim(-1, 1) if last else flat.view(1, channels, height, width)
+            rows = x[0].view(channels, -1)
+            mean, var = moments(rows)
+            m, v = ops._batch_statistics(x, None, None, 0.1)
+            y = ops._normalize(x, w, b, m, v, EPS, 1)
+            back, *sums = ops._batch_norm_backward(x, x, w, b, m, v, True, EPS, 1, [True] * 3)
+            # In float64: what the mask of y lets through, and its sums.
+            deviation = (var + EPS).sqrt()[:, None]
+            totals = torch.zeros(2, channels, dtype=torch.float64, device=device)
+            mine, mine_back = y[0].view(channels, -1), back[0].view(channels, -1)
+            for part, out in zip(rows.split(PART, 1), mine.split(PART, 1), strict=True):
+                g = part.double() * (out > 0)
+                totals += torch.stack([g.sum(1), (g * (part.double() - mean[:, None])).sum(1) / deviation[:, 0]])
+            whole, layout = rows.shape[1], "channels_last" if last else "NCHW"
+            for got, want in zip((m, v, sums[1], sums[0]), (mean, var, *totals), strict=True):
+                if not torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max())):
+                    wrong.append(f"sums over channels, {layout}")
+            here = sorted({0, whole // 2, max(0, whole - length // 4)})
+            for channel, start in itertools.product((0, channels - 1), here):
+                place = slice(start, start + length // 4)
+                scale, part = w[channel].double(), rows[channel, place].double()
+                hat = (part - mean[channel]) / deviation[channel]
+                g = part * (mine[channel, place] > 0) - (totals[0, channel] + hat * totals[1, channel]) / whole
+                for name, got, want in (
+                    ("output", mine, (hat * scale + b[channel].double()).clamp(min=0)),
+                    ("gradient", mine_back, g * scale / deviation[channel]),
+                ):
+                    error = (got[channel, place].double() - want).abs()
+                    if not bool((error <= UNIT[torch.bfloat16] * want.abs() + 1e-4).all()):
+                        wrong.append(f"{name} of channel {channel} at {start}, {layout}")
+            del y, mine, back, mine_back
+    return (float("inf"), f"above 2^31 elements: {', '.join(wrong)}") if wrong else (0.0, "")
