@@ -52,7 +52,6 @@ class Norm:
     activation: str = "none"
     wanted: tuple[str, ...] = ("x", "weight", "bias")  # gradients
     moves: bool = False  # the running statistics
-    statistics: bool = True  # it makes some
     same_type: bool = False  # stock's parameters must have the input's type
     least_dims: int = 2
 
@@ -77,7 +76,7 @@ def _instance(function: Callable[..., Tensor]) -> Callable[[Given], Tensor]:
 
 
 _group_norm = Norm(_group(lf.group_norm), _group(F.group_norm), same_type=True, least_dims=3)
-_constants = Norm(_batch(lf.batch_norm, False), _batch(F.batch_norm, False), statistics=False)
+_constants = Norm(_batch(lf.batch_norm, False), _batch(F.batch_norm, False))
 _constants_relu = replace(_constants, ours=_batch(lf.batch_norm_relu, False), activation="relu")
 NORMS: dict[str, Norm] = {
     "batch_norm": Norm(_batch(lf.batch_norm, True), _batch(F.batch_norm, True), moves=True),
@@ -94,9 +93,7 @@ NORMS: dict[str, Norm] = {
         stock=lambda g: F.group_norm(g.x, g.x.shape[1], g.weight, g.bias, EPS),
     ),
     "instance_norm": Norm(_instance(lf.instance_norm), _instance(F.instance_norm), moves=True, least_dims=3),
-    "add_relu": Norm(
-        lambda g: lf.add_relu(g.x, g.other), lambda g: g.x + g.other, "relu", ("x", "other"), statistics=False
-    ),
+    "add_relu": Norm(lambda g: lf.add_relu(g.x, g.other), lambda g: g.x + g.other, "relu", ("x", "other")),
 }
 
 CONTENTS = ("noise", "far", "ramp", "steps")

@@ -79,18 +79,20 @@ double sum(const T* x, int64_t n) {
 template <typename Acc, typename T>
 double squares(const T* x, int64_t n, Acc mean) {
   double totals[kLanes] = {};
-  int64_t i = 0;
-  while (i + kLanes <= n) {
-    const int64_t end = std::min(n - kLanes, i + (kTerms - 1) * kLanes);
+  const auto add = [&](const T* from, int64_t terms) {
     Acc lanes[kLanes] = {};
-    for (; i <= end; i += kLanes) {
+    for (int64_t t = 0; t < terms; ++t) {
       for (int64_t j = 0; j < kLanes; ++j) {
-        const Acc d = static_cast<Acc>(x[i + j]) - mean;
+        const Acc d = static_cast<Acc>(from[t * kLanes + j]) - mean;
         lanes[j] += d * d;
       }
     }
     for (int64_t j = 0; j < kLanes; ++j) totals[j] += static_cast<double>(lanes[j]);
-  }
+  };
+  int64_t i = 0;
+  for (; i + kTerms * kLanes <= n; i += kTerms * kLanes) add(x + i, kTerms);
+  add(x + i, (n - i) / kLanes);
+  i += (n - i) / kLanes * kLanes;
   for (int64_t j = 0; i < n; ++i, ++j) {
     const Acc d = static_cast<Acc>(x[i]) - mean;
     totals[j] += static_cast<double>(d * d);
