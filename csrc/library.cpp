@@ -108,8 +108,8 @@ TORCH_LIBRARY(patchconv, m) {
       "_layer_norm_backward(Tensor grad, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "_group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, int activation) -> "
-      "(Tensor, Tensor, Tensor)");
+      "_group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, int activation, "
+      "ScalarType? statistics=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "_group_norm_again(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
       "num_groups, float eps, int activation) -> Tensor");
@@ -172,11 +172,11 @@ TORCH_LIBRARY(patchconv, m) {
   m.def(
       "_avg_pool(Tensor input, bool adaptive, int[] kernel_size, int[] stride, int[] padding, bool "
       "ceil_mode, "
-      "bool count_include_pad, int? divisor_override) -> Tensor");
+      "bool count_include_pad, int? divisor_override=None) -> Tensor");
   m.def(
       "_avg_pool_backward(Tensor grad, int[] input_size, MemoryFormat memory_format, bool adaptive, int[] "
       "kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? "
-      "divisor_override) -> Tensor");
+      "divisor_override=None) -> Tensor");
   m.def("adaptive_avg_pool1d(Tensor input, int[1] output_size) -> Tensor");
   m.def("adaptive_avg_pool2d(Tensor input, int[2] output_size) -> Tensor");
   m.def("adaptive_avg_pool3d(Tensor input, int[3] output_size) -> Tensor");

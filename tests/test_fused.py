@@ -209,3 +209,31 @@ def test_under_torch_func(name):
     torch.testing.assert_close(
         torch.func.jvp(of(one), (x,), (direction,)), torch.func.jvp(of(stock), (x,), (direction,))
     )
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "input"])
+@pytest.mark.parametrize("name", ["add_relu", "batch_norm_relu of constants"])
+def test_slopes_that_do_not_change(device, name, frozen):
+    """With create_graph every gradient depends on every input, as stock's does, with derivatives of zero."""
+    seconds = []
+    for f in (CASES[name][0], CASES[name][2]):
+        a = Arguments(device)
+        a.weight.requires_grad_(False)
+        a.x.requires_grad_(frozen != "input")
+        leaves = [t for t in ((a.x, a.other) if name == "add_relu" else (a.x, a.bias)) if t.requires_grad]
+        for first in leaves:
+            (g,) = torch.autograd.grad(f(a).sum(), first, create_graph=True)
+            seconds.append(torch.autograd.grad(g.sum(), leaves, allow_unused=True))
+    ours, stock = seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]
+    for got, want in zip(sum(ours, ()), sum(stock, ()), strict=True):
+        assert (got is None) <= (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want)
+
+
+def test_parameters_elsewhere():
+    x, there = torch.randn(2, 3, 4), torch.zeros(3, device="meta")
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        given = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)} | {name: there}
+        with pytest.raises(RuntimeError, match=f"batch_norm: expected {name} on cpu, got meta"):
+            lf.batch_norm_relu(x, **given)

@@ -226,6 +226,29 @@ def wanted(example: Example, training: bool) -> list[Tensor]:
     return list(torch.autograd.grad(y, leaves, example.grad.double()))
 
 
+@pytest.mark.parametrize("channels_last", [0, 1], ids=["planes", "channels_last"])
+@pytest.mark.parametrize("kind", [0, 1], ids=["none", "relu"])
+def test_constants_of_an_input_that_is_not_finite(kind, channels_last):
+    """Where the statistics are constants an infinite input has a finite gradient."""
+    x, grad = torch.tensor([torch.inf, 1.0, -torch.inf, 2.0, torch.nan]), torch.ones(5)
+    affine = [torch.zeros(1), torch.ones(1) - EPS, None, None]
+    results = [torch.full((5,), 77.0), None, None]
+    numbers = [1, 1, 5, 0, channels_last, EPS, 0.0, kind, 0]
+    call = Call("norm_backward", x.dtype, numbers, list(map(Memory, [grad, x, *affine, *results])))
+    got = kernels.run([call])[0][6]
+    want = torch.autograd.grad([lambda t: t, torch.relu][kind](leaf := x.clone().requires_grad_()), leaf, grad)[0]
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_more_channels_than_a_grid_takes():
+    """The limit that serves() gives, which callers ask first, is the launch's."""
+    channels = 65535 * 128 + 1
+    numbers = [1, channels, 1, 0, 1, EPS, 0.0, 0, 1]
+    far = lambda: Memory(torch.zeros(4), 0, channels)  # noqa: E731
+    with pytest.raises(kernels.Fault, match="more than 65535 blocks along y"):
+        kernels.run([Call("norm_map", torch.float32, numbers, [far(), far(), *(far() for _ in "mvwb")], 1)])
+
+
 @pytest.mark.parametrize("asked", list(itertools.product([True, False], repeat=3)), ids=str)
 @pytest.mark.parametrize("groups", [0, 2], ids=["batch", "group"])
 def test_only_what_is_asked_for(groups, asked):

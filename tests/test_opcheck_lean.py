@@ -102,3 +102,38 @@ def test_every_operator_is_checked():
         "feature_alpha_dropout",
     }
     assert found - inner - checked == {"dropout_"}
+
+
+def pieces(x: Tensor) -> dict[str, tuple[Any, ...]]:
+    """The operators that the public ones are made of, with what follows the input or the gradient."""
+    c, like = x.shape[1], {"device": x.device}
+    grad = torch.randn(x.shape, **like)
+    weight, bias, mean, var = (torch.rand(c, **like) for _ in "wbmv")
+    means, rstds = torch.randn(x.shape[0], 2, **like), torch.rand(x.shape[0], 2, **like) + 0.5
+    all = [True] * 3
+    some = {
+        "_batch_statistics": (x, None, None, 0.1),
+        "_normalize": (x, weight, bias, mean, var, 1e-5, 1),
+        "_normalize_masked": (x, weight, bias, mean, var, 1e-5),
+        "_batch_norm_backward": (grad, x, weight, bias, mean, var, True, 1e-5, 1, all),
+        "_group_norm": (x, weight, bias, 2, 1e-5, 2),
+        "_group_norm_again": (x, weight, bias, means, rstds, 2, 1e-5, 2),
+        "_group_norm_backward": (grad, x, weight, bias, means, rstds, 2, 1e-5, 2, all),
+        "_layer_norm": (x, [5], None, None, 1e-5),
+        "_add_mask_forward": (x, x.clone()),
+        "_avg_pool": (x, False, [3, 3], [2, 2], [1, 1], False, True),
+    }
+    pooled = torch.ops.patchconv._avg_pool(*some["_avg_pool"])
+    normed = torch.ops.patchconv._layer_norm(*some["_layer_norm"])
+    format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    return some | {
+        "_avg_pool_backward": (torch.randn_like(pooled), list(x.shape), format, *some["_avg_pool"][1:]),
+        "_layer_norm_backward": (grad, x, [5], *normed[1:], None, None, [True, False, False]),
+    }
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", pieces(torch.randn(IMAGE)))
+def test_pieces(device, name, layout):
+    given = pieces(lay_out(torch.randn(IMAGE, device=device), layout))[name]
+    torch.library.opcheck(getattr(ops, name).default, given, test_utils=("test_schema", "test_faketensor"))

@@ -308,19 +308,27 @@ Tensor LeanNode::value_with_relu() {
 
 namespace {
 
+// Zeros for every edge.
 struct ZeroBackward final : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
-    return {grads[0].defined() ? at::zeros_like(grads[0]) : Tensor()};
+    variable_list zeros(num_outputs());
+    for (size_t i = 0; i < zeros.size(); ++i) {
+      const auto& edge = next_edge(i);
+      if (grads[0].defined() && edge.is_valid()) {
+        zeros[i] = edge.function->input_metadata(edge.input_nr).zeros_like();
+      }
+    }
+    return zeros;
   }
 };
 
 }  // namespace
 
-Tensor LeanNode::with_flat_slope(const Tensor& grad_input) const {
-  if (!at::GradMode::is_enabled() || grad_input.requires_grad()) return grad_input;
+Tensor LeanNode::with_flat_slope(const Tensor& gradient) const {
+  if (!at::GradMode::is_enabled() || gradient.requires_grad()) return gradient;
   const auto node = make_node<ZeroBackward>();
-  node->set_next_edges({next_edge(0)});
-  Tensor result = grad_input.variable_data();
+  node->set_next_edges(torch::autograd::edge_list(next_edges()));
+  Tensor result = gradient.variable_data();
   torch::autograd::set_history(result, node);
   return result;
 }

@@ -128,9 +128,9 @@ class LeanNode : public torch::autograd::Node {
   // The output was saved: what backward() can do without now may be released.
   virtual void output_was_saved() {}
   bool has_output() const { return output_saved_; }
-  // The input's gradient, of an operator whose slope does not change where it has one: with grad mode on it
-  // depends on the input all the same, as stock's does, with a derivative of zero.
-  at::Tensor with_flat_slope(const at::Tensor& grad_input) const;
+  // A gradient of an operator whose slope does not change where it has one: with grad mode on it depends on
+  // all that the node has edges to, as stock's does, with derivatives of zero.
+  at::Tensor with_flat_slope(const at::Tensor& gradient) const;
 
  private:
   // What secure() would save. Filled without side effects by plan(), which says whether it suffices.

@@ -168,6 +168,7 @@ class BatchNormBackward final : public NormNode {
       std::vector<int64_t> over{0};
       for (size_t d = 2; d < sizes.size(); ++d) over.push_back(static_cast<int64_t>(d));
       grad_bias = g.sum(over, /*keepdim=*/false, bias_dtype);
+      if (activation != Activation::kNone) grad_bias = with_flat_slope(grad_bias);
     }
     return on_edges(grad_input, Tensor(), grad_bias);
   }

@@ -250,7 +250,7 @@ PATCHCONV_MAPS(c10::Half)
 Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
                      const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& var, double eps,
                      int64_t activation) {
-  const Tensor x = dense(input), invstd = inverse_deviation(var, eps);
+  const Tensor x = dense(input), invstd = var.to(at::kDouble).add(eps).rsqrt_();  // not rounded yet
   const int64_t c = x.size(1);
   Tensor y = at::empty_like(x);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "normalize", [&] {
@@ -260,12 +260,13 @@ Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
     auto numbers = [&](const std::optional<Tensor>& tensor) {
       return tensor.has_value() && tensor->defined() ? tensor->contiguous() : Tensor();
     };
-    const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous(), s = invstd.contiguous();
+    const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous();
+    const auto* inverse = invstd.const_data_ptr<double>();
     auto number = [](const Tensor& tensor, int64_t k, Number otherwise) {
       return tensor.defined() ? static_cast<Number>(tensor.const_data_ptr<Acc>()[k]) : otherwise;
     };
     for (const auto k : irange(c)) {
-      scale[k] = number(s, k, 1) * number(w, k, 1);
+      scale[k] = static_cast<Number>(inverse[k]) * number(w, k, 1);
       shift[k] = number(b, k, 0) - number(m, k, 0) * scale[k];
     }
     const auto* from = x.const_data_ptr<scalar_t>();

@@ -28,8 +28,9 @@ namespace kernels {
 
 void check(int error) {
   const auto code = static_cast<cudaError_t>(error);
-  if (code != cudaSuccess)
-    throw LaunchError(std::string("patchconv_native, CUDA: ") + cudaGetErrorString(code));
+  if (code == cudaSuccess) return;
+  (void)cudaGetLastError();  // told here, and not by whatever is launched next
+  throw LaunchError(std::string("patchconv_native, CUDA: ") + cudaGetErrorString(code));
 }
 
 }  // namespace kernels

@@ -9,6 +9,7 @@
 
 #include "cuda/kernel_call.h"
 #include "cuda/kernels/layer_norm.h"
+#include "cuda/kernels/norm.h"
 #include "ops/norm.h"
 
 namespace patchconv {
@@ -22,8 +23,11 @@ using Parts = std::tuple<Tensor, Tensor, Tensor>;
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // Float32 and contiguous, or nothing.
-Tensor floats(const OptionalTensor& tensor) {
-  return given(tensor) ? tensor->to(at::kFloat).contiguous() : Tensor();
+Tensor floats(const OptionalTensor& tensor, at::Device device) {
+  if (!given(tensor)) return Tensor();
+  TORCH_CHECK(tensor->device() == device, "layer_norm: expected parameters and statistics on ", device,
+              ", got ", tensor->device());
+  return tensor->to(at::kFloat).contiguous();
 }
 
 const float* data_of(const Tensor& tensor) {
@@ -41,7 +45,9 @@ std::optional<int64_t> columns_of(const Tensor& x, at::IntArrayRef shape, const 
       x.sizes().slice(x.dim() - dims) != shape) {
     return std::nullopt;
   }
-  return c10::multiply_integers(shape);
+  const int64_t columns = c10::multiply_integers(shape);
+  const NormShape as_pixels{x.numel() / columns, columns, 1, 0, /*channels_last=*/true};
+  return kernels::serves(kernel_type(x), as_pixels) ? std::optional(columns) : std::nullopt;
 }
 
 Parts layer_norm_cuda(const Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
@@ -49,7 +55,7 @@ Parts layer_norm_cuda(const Tensor& input, at::IntArrayRef shape, const Optional
   const auto columns = columns_of(input, shape, weight, bias);
   if (!columns) return at::native_layer_norm(input, shape, weight, bias, eps);
   const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = input.contiguous(), w = floats(weight), b = floats(bias);
+  const Tensor x = input.contiguous(), w = floats(weight, input.device()), b = floats(bias, input.device());
   std::vector<int64_t> sizes = x.sizes().vec();
   std::fill(sizes.end() - static_cast<int64_t>(shape.size()), sizes.end(), 1);
   const auto options = x.options().dtype(at::kFloat);
@@ -70,8 +76,8 @@ Gradients layer_norm_backward_cuda(const Tensor& grad, const Tensor& input, at::
     return at::native_layer_norm_backward(grad, input, shape, mean, rstd, weight, bias, mask);
   }
   const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = input.contiguous(), g = grad.contiguous(), w = floats(weight);
-  const Tensor m = floats(mean), r = floats(rstd);
+  const Tensor x = input.contiguous(), g = grad.contiguous(), w = floats(weight, input.device());
+  const Tensor m = floats(mean, input.device()), r = floats(rstd, input.device());
   const auto type = kernel_type(x);
   const kernels::LayerNorm norm{x.numel() / *columns, *columns, data_of(w), nullptr, 0};
   const auto options = x.options().dtype(at::kFloat);

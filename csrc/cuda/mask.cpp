@@ -52,8 +52,9 @@ Tensor mask_pack_cuda(const Tensor& input, int64_t mask, double a, double b) {
 }
 
 std::tuple<Tensor, Tensor> add_mask_forward_cuda(const Tensor& input, const Tensor& other) {
-  if (!native_kernel_for(input) || !input.is_non_overlapping_and_dense() ||
-      input.strides() != other.strides()) {
+  if (!native_kernel_for(input) || !input.is_non_overlapping_and_dense() || input.sizes() != other.sizes() ||
+      input.strides() != other.strides() || input.scalar_type() != other.scalar_type() ||
+      input.device() != other.device()) {
     return add_mask_forward_with_aten(input, other);
   }
   Tensor y = at::empty_like(input);

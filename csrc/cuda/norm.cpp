@@ -30,11 +30,19 @@ NormShape shape_of(const Tensor& x, int64_t groups) {
   return {x.size(0), x.size(1), pixels, groups, pixels == 1 || !x.is_contiguous()};
 }
 
+bool served_by_kernels(const Tensor& input) {
+  return native_kernel_for(input) && kernels::serves(kernel_type(input), shape_of(input, 0));
+}
+
 // Float32 memory of a parameter for as long as this lives.
 class Floats {
  public:
-  explicit Floats(const OptionalTensor& tensor)
-      : tensor_(tensor.has_value() && tensor->defined() ? tensor->to(at::kFloat).contiguous() : Tensor()) {}
+  Floats(const OptionalTensor& tensor, at::Device device) {
+    if (!tensor.has_value() || !tensor->defined()) return;
+    TORCH_CHECK(tensor->device() == device, "norm: expected parameters and statistics on ", device, ", got ",
+                tensor->device());
+    tensor_ = tensor->to(at::kFloat).contiguous();
+  }
   const float* data() const { return tensor_.defined() ? tensor_.const_data_ptr<float>() : nullptr; }
 
  private:
@@ -44,7 +52,12 @@ class Floats {
 struct Affine {
   Affine(const Tensor& mean, const Tensor& var, const OptionalTensor& weight, const OptionalTensor& bias,
          double eps, bool inverse)
-      : mean(mean), var(var), weight(weight), bias(bias), eps(static_cast<float>(eps)), inverse(inverse) {}
+      : mean(mean, mean.device()),
+        var(var, mean.device()),
+        weight(weight, mean.device()),
+        bias(bias, mean.device()),
+        eps(static_cast<float>(eps)),
+        inverse(inverse) {}
   kernels::NormAffine call() const {
     return {mean.data(), var.data(), weight.data(), bias.data(), eps, inverse};
   }
@@ -93,7 +106,7 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t groups, const Opt
 
 std::tuple<Tensor, Tensor> batch_statistics_cuda(const Tensor& input, const OptionalTensor& running_mean,
                                                  const OptionalTensor& running_var, double momentum) {
-  if (!native_kernel_for(input) || !movable(running_mean) || !movable(running_var)) {
+  if (!served_by_kernels(input) || !movable(running_mean) || !movable(running_var)) {
     return batch_statistics_with_aten(input, running_mean, running_var, momentum);
   }
   const c10::cuda::CUDAGuard guard(input.device());
@@ -110,7 +123,7 @@ Tensor mapped(const Tensor& x, int64_t groups, const Affine& affine, int64_t act
 
 Tensor normalize_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                       const Tensor& mean, const Tensor& var, double eps, int64_t activation) {
-  if (!native_kernel_for(input)) return normalize_with_aten(input, weight, bias, mean, var, eps, activation);
+  if (!served_by_kernels(input)) return normalize_with_aten(input, weight, bias, mean, var, eps, activation);
   const c10::cuda::CUDAGuard guard(input.device());
   return mapped(dense(input, input), 0, Affine(mean, var, weight, bias, eps, /*inverse=*/false), activation);
 }
@@ -118,7 +131,7 @@ Tensor normalize_cuda(const Tensor& input, const OptionalTensor& weight, const O
 std::tuple<Tensor, Tensor> normalize_masked_cuda(const Tensor& input, const OptionalTensor& weight,
                                                  const OptionalTensor& bias, const Tensor& mean,
                                                  const Tensor& var, double eps) {
-  if (!native_kernel_for(input)) return normalize_masked_with_aten(input, weight, bias, mean, var, eps);
+  if (!served_by_kernels(input)) return normalize_masked_with_aten(input, weight, bias, mean, var, eps);
   const c10::cuda::CUDAGuard guard(input.device());
   const Tensor x = dense(input, input);
   const Affine affine(mean, var, weight, bias, eps, /*inverse=*/false);
@@ -156,7 +169,7 @@ Gradients backward(const Tensor& grad, const Tensor& input, int64_t groups, cons
 Gradients batch_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
                                    const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
                                    bool training, double eps, int64_t activation, Mask3 mask) {
-  if (!native_kernel_for(input) || grad.scalar_type() != input.scalar_type()) {
+  if (!served_by_kernels(input) || grad.scalar_type() != input.scalar_type()) {
     return batch_norm_backward_with_aten(grad, input, weight, bias, mean, var, training, eps, activation,
                                          mask);
   }
@@ -166,9 +179,10 @@ Gradients batch_norm_backward_cuda(const Tensor& grad, const Tensor& input, cons
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_cuda(const Tensor& input, const OptionalTensor& weight,
                                                    const OptionalTensor& bias, int64_t groups, double eps,
-                                                   int64_t activation) {
-  if (!native_kernel_for(input)) {
-    return group_norm_with_aten(input, weight, bias, groups, eps, activation);
+                                                   int64_t activation,
+                                                   std::optional<at::ScalarType> statistics_dtype) {
+  if (!served_by_kernels(input)) {
+    return group_norm_with_aten(input, weight, bias, groups, eps, activation, statistics_dtype);
   }
   const c10::cuda::CUDAGuard guard(input.device());
   const Tensor x = dense(input, input);
@@ -180,8 +194,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_cuda(const Tensor& input, const Op
 Tensor group_norm_again_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                              const Tensor& mean, const Tensor& rstd, int64_t groups, double eps,
                              int64_t activation) {
-  if (!native_kernel_for(input)) {
-    return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation));
+  if (!served_by_kernels(input)) {
+    return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation, std::nullopt));
   }
   const c10::cuda::CUDAGuard guard(input.device());
   return mapped(dense(input, input), groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true),
@@ -191,7 +205,7 @@ Tensor group_norm_again_cuda(const Tensor& input, const OptionalTensor& weight, 
 Gradients group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
                                    const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
                                    int64_t groups, double eps, int64_t activation, Mask3 mask) {
-  if (!native_kernel_for(input) || grad.scalar_type() != input.scalar_type()) {
+  if (!served_by_kernels(input) || grad.scalar_type() != input.scalar_type()) {
     return group_norm_backward_with_aten(grad, input, weight, bias, mean, rstd, groups, eps, activation,
                                          mask);
   }

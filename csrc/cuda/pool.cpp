@@ -151,7 +151,8 @@ Tensor avg_pool_cuda(const Tensor& input, bool adaptive, IntArrayRef kernel, Int
   const AvgPoolSpec spec{adaptive,  kernel.vec(),      stride.vec(), padding.vec(),
                          ceil_mode, count_include_pad, divisor};
   if (!kernels_serve(input, input.sizes(), spec)) return spec.forward_with_aten(input);
-  const auto format = input.suggest_memory_format();
+  // Volumes come out contiguous, as stock's do.
+  const auto format = kernel.size() == 2 ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
   const Tensor x = input.contiguous(format);
   const std::vector<int64_t> size = pooled(x.sizes(), spec);
   const auto pool = described(x, format, x.sizes(), size, spec);
@@ -170,6 +171,7 @@ Tensor avg_pool_backward_cuda(const Tensor& grad, IntArrayRef input_size, at::Me
                          ceil_mode, count_include_pad, divisor};
   const auto by_aten = [&] { return spec.backward_with_aten(grad, stand_in(grad, input_size, format)); };
   if (!kernels_serve(grad, input_size, spec)) return by_aten();
+  if (kernel.size() == 3) format = at::MemoryFormat::Contiguous;
   const Tensor g = grad.contiguous(format);
   Tensor result = at::empty(input_size, g.options().memory_format(format));
   const auto pool = described(g, format, input_size, g.sizes(), spec);

@@ -154,6 +154,8 @@ BatchNormed batch_norm_parts(const Tensor& input, const OptionalTensor& weight, 
     TORCH_CHECK(!tensor.defined() || (tensor.dim() == 1 && tensor.size(0) == input.size(1)),
                 "batch_norm: expected ", name, " to have C = ", input.size(1), " elements, got shape ",
                 tensor.sizes());
+    TORCH_CHECK(!tensor.defined() || tensor.device() == input.device(), "batch_norm: expected ", name, " on ",
+                input.device(), ", got ", tensor.device());
   };
   check("weight", or_none(weight));
   check("bias", or_none(bias));

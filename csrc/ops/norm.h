@@ -84,11 +84,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_parts(const at::Tensor
                                                                 const OptionalTensor& weight,
                                                                 const OptionalTensor& bias, int64_t groups,
                                                                 double eps, Activation activation);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_with_aten(const at::Tensor& input,
-                                                                    const OptionalTensor& weight,
-                                                                    const OptionalTensor& bias,
-                                                                    int64_t groups, double eps,
-                                                                    int64_t activation);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_with_aten(
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t groups,
+    double eps, int64_t activation, std::optional<at::ScalarType> statistics);
 // patchconv::_group_norm_again: y, of the statistics that the forward pass found.
 at::Tensor group_norm_again(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                             const at::Tensor& mean, const at::Tensor& rstd, int64_t groups, double eps,

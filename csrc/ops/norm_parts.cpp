@@ -60,11 +60,20 @@ OptionalTensor parameter(const OptionalTensor& tensor, at::ScalarType dtype) {
 Tensor group_norm_again_with_aten(const Tensor& input, const OptionalTensor& weight,
                                   const OptionalTensor& bias, const Tensor& /*mean*/, const Tensor& /*rstd*/,
                                   int64_t groups, double eps, int64_t activation) {
-  return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation));
+  return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation, std::nullopt));
 }
 
-Tensor dense_for_groups(const Tensor& x) {
-  return x.contiguous(x.is_cpu() ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
+bool by_native_kernels(const Tensor& x) {
+  const auto dtype = x.scalar_type();
+  return x.is_cuda() && backend() == Backend::kNative &&
+         (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
+}
+
+// In its own layout where that is served, else contiguous. For operators' callers: fake tensors still know
+// their device there.
+Tensor laid_out_for_groups(const Tensor& x) {
+  const bool own = x.is_cpu() || by_native_kernels(x);
+  return x.contiguous(own ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
@@ -77,11 +86,27 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
                           const Tensor&, double, int64_t) {
     return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
   });
+  // Inputs come in the layout that the device serves (laid_out_for_groups).
   m.impl("_group_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                           int64_t groups, double eps, int64_t activation) {
-    auto [y, mean, rstd] = group_norm_with_aten(input, weight, bias, groups, eps, activation);
-    return std::make_tuple(at::empty_like(input), std::move(mean), std::move(rstd));
+                           int64_t groups, double eps, int64_t activation,
+                           std::optional<at::ScalarType> statistics) {
+    auto [y, mean, rstd] = group_norm_with_aten(input, weight, bias, groups, eps, activation, statistics);
+    const auto dtype = statistics.value_or(mean.scalar_type());
+    return std::make_tuple(at::empty_like(input), mean.to(dtype), rstd.to(dtype));
   });
+  m.impl("_group_norm_again",
+         [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+            int64_t, double, int64_t) { return at::empty_like(input); });
+  m.impl("_group_norm_backward",
+         [](const Tensor&, const Tensor& input, const OptionalTensor& weight, const OptionalTensor&,
+            const Tensor&, const Tensor&, int64_t, double, int64_t, Mask3 mask) {
+           const auto like = given(weight) ? weight->options() : input.options();
+           const auto parameter = [&](bool wanted) {
+             return wanted ? at::empty_symint({input.sym_size(1)}, like) : Tensor();
+           };
+           return std::make_tuple(mask[0] ? at::empty_like(input) : Tensor(), parameter(mask[1]),
+                                  parameter(mask[2]));
+         });
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
@@ -184,10 +209,11 @@ Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input,
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_with_aten(const Tensor& input, const OptionalTensor& weight,
                                                         const OptionalTensor& bias, int64_t groups,
-                                                        double eps, int64_t activation) {
+                                                        double eps, int64_t activation,
+                                                        std::optional<at::ScalarType> /*statistics*/) {
   const auto sizes = input.sym_sizes();
   auto [y, mean, rstd] =
-      at::native_group_norm_symint(dense_for_groups(input), weight, bias, sizes[0], sizes[1],
+      at::native_group_norm_symint(laid_out_for_groups(input), weight, bias, sizes[0], sizes[1],
                                    c10::multiply_integers(sizes.slice(2)), groups, eps);
   activate_(y, activation);
   return {y, mean, rstd};
@@ -196,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_with_aten(const Tensor& input, con
 Gradients group_norm_backward_with_aten(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
                                         const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
                                         int64_t groups, double eps, int64_t activation, Mask3 mask) {
-  const Tensor x = dense_for_groups(input);
+  const Tensor x = laid_out_for_groups(input);
   const Tensor g = before_activation(grad, activation, [&](Activation what) {
     return group_norm_again(x, weight, bias, mean, rstd, groups, eps, what);
   });
@@ -250,12 +276,13 @@ Gradients batch_norm_backward(const Tensor& grad, const Tensor& input, const Opt
 std::tuple<Tensor, Tensor, Tensor> group_norm_parts(const Tensor& input, const OptionalTensor& weight,
                                                     const OptionalTensor& bias, int64_t groups, double eps,
                                                     Activation activation) {
-  static const auto op = handle<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t, double, int64_t)>("_group_norm");
-  // In its own layout where that is served. Decided here, where fake tensors still know their device.
-  const bool own_layout = input.is_cpu() || (input.is_cuda() && backend() == Backend::kNative);
-  const auto format = own_layout ? input.suggest_memory_format() : at::MemoryFormat::Contiguous;
-  return op.call(input.contiguous(format), weight, bias, groups, eps, static_cast<int64_t>(activation));
+  static const auto op =
+      handle<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                                int64_t, double, int64_t, std::optional<at::ScalarType>)>(
+          "_group_norm");
+  const auto statistics = by_native_kernels(input) ? std::optional(at::kFloat) : std::nullopt;
+  return op.call(laid_out_for_groups(input), weight, bias, groups, eps, static_cast<int64_t>(activation),
+                 statistics);
 }
 
 Tensor group_norm_again(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
@@ -264,7 +291,8 @@ Tensor group_norm_again(const Tensor& input, const OptionalTensor& weight, const
   static const auto op =
       handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                     int64_t, double, int64_t)>("_group_norm_again");
-  return op.call(input, weight, bias, mean, rstd, groups, eps, static_cast<int64_t>(activation));
+  return op.call(laid_out_for_groups(input), weight, bias, mean, rstd, groups, eps,
+                 static_cast<int64_t>(activation));
 }
 
 Gradients group_norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -274,7 +302,8 @@ Gradients group_norm_backward(const Tensor& grad, const Tensor& input, const Opt
       handle<Gradients(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
                        const Tensor&, const Tensor&, int64_t, double, int64_t, Mask3)>(
           "_group_norm_backward");
-  return op.call(grad, input, weight, bias, mean, rstd, groups, eps, static_cast<int64_t>(activation), mask);
+  return op.call(grad, laid_out_for_groups(input), weight, bias, mean, rstd, groups, eps,
+                 static_cast<int64_t>(activation), mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_parts(const Tensor& input, c10::SymIntArrayRef shape,

@@ -12,7 +12,6 @@
 namespace patchconv::kernels {
 
 #define PATCHCONV_DEVICE __device__ __forceinline__
-#define PATCHCONV_HOST_DEVICE __host__ __device__ __forceinline__
 
 constexpr int kWarp = 32;
 

@@ -17,6 +17,7 @@ void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t share
             Arguments&&... arguments) {
   if (grid.x <= 0 || grid.y <= 0) return;
   if (grid.x > kMostBlocks) throw LaunchError("a grid of more than 2^31 - 1 blocks");
+  if (grid.y > kMostBlocksDown) throw LaunchError("a grid of more than 65535 blocks along y");
   if (shared_bytes > 48 * 1024) {
     check(static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 static_cast<int>(shared_bytes))));

@@ -47,12 +47,9 @@ struct Rows {
   int team;              // threads: 32 or kNormThreads
   // Of short rows a team takes `repeat`, those of one channel in so many images, `stride` rows apart.
   int64_t repeat = 1, stride = 1;
+  int64_t sets = rows;  // of such rows
 
-  PATCHCONV_HOST_DEVICE int64_t sets() const {
-    const int64_t images = rows / stride;
-    return (images + repeat - 1) / repeat * stride;
-  }
-  int64_t teams() const { return sets() * parts; }
+  int64_t teams() const { return sets * parts; }
   int64_t blocks() const { return divided_up(teams(), kNormThreads / team); }
 };
 
@@ -90,6 +87,7 @@ Rows rows_of_batch(const NormShape& shape, bool aligned) {
   result.repeat = wanted < most ? wanted : most;
   result.repeat = result.repeat < 1 ? 1 : result.repeat > shape.images ? shape.images : result.repeat;
   result.stride = shape.channels;
+  result.sets = divided_up(shape.images, result.repeat) * shape.channels;
   return result;
 }
 
@@ -104,7 +102,7 @@ struct RowPart {
 template <int kTeam>
 PATCHCONV_DEVICE RowPart row_part(const Rows& rows) {
   const int64_t number = block_x() * (kNormThreads / kTeam) + thread_index() / kTeam;
-  if (number >= rows.sets() * rows.parts) return {0, 0, 0, 0, -1};
+  if (number >= rows.sets * rows.parts) return {0, 0, 0, 0, -1};
   const int64_t set = rows.parts == 1 ? number : number / rows.parts;
   const int64_t begin = (number - set * rows.parts) * rows.part, end = begin + rows.part;
   int64_t row = set, last = set + 1;

@@ -33,6 +33,8 @@ struct NormStatistics {
   float eps = 0;
   bool inverse = false;  // `var` gets 1 / sqrt(var + eps)
 };
+// Whether there are few enough channels: some 8 million in channels_last.
+bool serves(Type type, const NormShape& shape);
 int64_t norm_statistics_workspace(Type type, const NormShape& shape);
 void launch_norm_statistics(Type type, const NormShape& shape, const NormStatistics& call, Stream stream);
 

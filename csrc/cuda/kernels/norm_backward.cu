@@ -169,15 +169,17 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (call.grad_weight != nullptr) call.grad_weight[channel] = static_cast<float>(all.product);
 }
 
-// grad_input = by_grad * (gradient of z) + by_distance * (x - mean) + rest.
+// grad_input = by_grad * (gradient of z), and through the statistics + by_distance * (x - mean) + rest.
 struct Slopes {
   Coefficients z;
   float by_grad, by_distance, rest;
+  bool through;
 
   template <typename T, bool kSilu>
   PATCHCONV_DEVICE float gradient(float grad, float x, float floor) const {
     const float g = before_activation<T, kSilu>(grad, z.map(x), floor);
-    return multiply_add(by_grad, g, multiply_add(by_distance, x - z.mean, rest));
+    // Without them x may be anything.
+    return through ? multiply_add(by_grad, g, multiply_add(by_distance, x - z.mean, rest)) : by_grad * g;
   }
 };
 
@@ -186,10 +188,11 @@ PATCHCONV_DEVICE Slopes slopes(const NormSizes& n, const NormAffine& affine, con
                                int64_t image, int64_t channel) {
   const int64_t statistic = n.statistic(image, channel);
   const Coefficients z = coefficients(affine, statistic, channel);
-  if (totals == nullptr) return {z, z.scale, 0, 0};
+  if (totals == nullptr) return {z, z.scale, 0, 0, false};
   const float invstd = inverse_deviation(affine, statistic);
   const Sums total = totals[statistic];
-  return {z, z.scale, -invstd * invstd * invstd * (total.product * each), -invstd * (total.grad * each)};
+  return {z, z.scale, -invstd * invstd * invstd * (total.product * each), -invstd * (total.grad * each),
+          true};
 }
 
 // Budget: 96 registers, 0 bytes of shared memory.
@@ -320,7 +323,7 @@ void backward(const NormShape& shape, const NormAffine& affine, float floor, con
                                 : norm_sums_rows_kernel<T, kSilu, kNormThreads>,
              {rows.blocks()}, kNormThreads, sizeof(Sums) * (kNormThreads / kWarp), stream, n, rows, affine,
              floor, grad, x, parts);
-      layout.a = shape.groups == 0 ? rows.sets() / n.channels : 1;
+      layout.a = shape.groups == 0 ? rows.sets / n.channels : 1;
       layout.b = rows.parts;
     }
     launch(finish_sums_kernel, warps(space.totals), kFinishThreads, 0, stream, parts, layout, affine, totals,

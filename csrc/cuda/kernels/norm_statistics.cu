@@ -221,7 +221,7 @@ void statistics(const NormShape& shape, const NormStatistics& call, Stream strea
     const Rows rows = moment_rows<T>(shape, aligned);
     launch(rows.team == kWarp ? moments_rows_kernel<T, kWarp> : moments_rows_kernel<T, kNormThreads>,
            {rows.blocks()}, kNormThreads, sizeof(Moments) * (kNormThreads / kWarp), stream, rows, x, out);
-    layout = shape.groups == 0 ? Parts{n.channels, rows.sets() / n.channels, rows.parts}
+    layout = shape.groups == 0 ? Parts{n.channels, rows.sets / n.channels, rows.parts}
                                : Parts{shape.statistics(), 1, rows.parts};
   }
   launch(finish_moments_kernel, {divided_up(shape.statistics(), kFinishThreads / kWarp)}, kFinishThreads, 0,
@@ -229,6 +229,11 @@ void statistics(const NormShape& shape, const NormStatistics& call, Stream strea
 }
 
 }  // namespace
+
+bool serves(Type type, const NormShape& shape) {
+  const int64_t a_block = kWarp * (type == Type::kFloat ? 4 : 8);
+  return !shape.channels_last || shape.channels <= a_block * kMostBlocksDown;
+}
 
 int64_t norm_statistics_workspace(Type type, const NormShape& shape) {
   int64_t parts = 0;

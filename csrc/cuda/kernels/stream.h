@@ -18,6 +18,8 @@ void check(int error);  // a cudaError_t; throws LaunchError with CUDA's text
 // Blocks of a grid that one launch may have along x.
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 
+constexpr int kMostBlocksDown = 65535;  // along y
+
 struct Grid {
   int64_t x = 1;
   int y = 1;

@@ -17,7 +17,6 @@
 namespace patchconv::kernels {
 
 #define PATCHCONV_DEVICE inline
-#define PATCHCONV_HOST_DEVICE inline
 
 constexpr int kWarp = 32;
 
