@@ -1,11 +1,12 @@
 """Norms with and without their activation, and residual sums with ReLU, against float64: a part of bench.correct.
 
-Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the rounded
-tensors that the device gets. An error may be 1.1 times stock's largest, on the same input and device, and one rounding
-of the result's largest number. Numbers a channel and the input's gradient may have two, since they are made of others
-that are rounded to float32, the deviation among them; and a sum over a channel, in which terms cancel, is for that as large as the root of the sum of their squares.
-Where a ReLU's input is zero but for rounding, two right answers differ in the whole gradient: exact gradients are those
-behind the mask that the side's own output has, and the output says that the mask is right.
+Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the
+rounded tensors that the device gets. An error may be 1.1 times stock's largest, on the same input and device, and one
+rounding of the result's largest number. Numbers a channel and the input's gradient may have two, since they are made
+of others that are rounded to float32, the deviation among them; and a sum over a channel, in which terms cancel, is
+for that as large as the root of the sum of their squares. Where a ReLU's input is zero but for rounding, two right
+answers differ in the whole gradient: exact gradients are those behind the mask that the side's own output has, and
+the output says that the mask is right.
 """
 
 from __future__ import annotations
