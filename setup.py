@@ -39,7 +39,7 @@ except ModuleNotFoundError:
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on the path
 
-from cuda_toolkit import Toolkit, cudart_library, find_toolkit, nvidia_packages  # noqa: E402
+from bench.cuda_toolkit import Toolkit, cudart_library, find_toolkit, nvidia_packages  # noqa: E402
 
 NAME = "patchconv_native"
 VERSION = "0.1.0"  # CMakeLists.txt reads this line
@@ -134,7 +134,7 @@ def extension() -> Any:
         "sources": read_sources(cuda=toolkit is not None or SDIST),
         # Neither headers nor the module imported above are sources, but a source distribution must carry them.
         "depends": [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.is_file()]
-        + ["cuda_toolkit.py"],
+        + ["bench/__init__.py", "bench/cuda_toolkit.py"],
         "include_dirs": [str(ROOT / "csrc"), str(ROOT / "csrc" / "ops")],
         "define_macros": [("PATCHCONV_VERSION", f'"{full_version}"')],
         "extra_link_args": ["-fopenmp"],

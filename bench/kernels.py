@@ -41,8 +41,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cuda_toolkit import Toolkit, find_toolkit
-
+from .cuda_toolkit import Toolkit, find_toolkit
 from .measure import ROOT
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
