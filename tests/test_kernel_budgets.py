@@ -4,6 +4,8 @@ notices where one does not. Needs the CUDA toolkit, no GPU."""
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,6 +86,37 @@ def test_every_kernel_keeps_its_budget(toolkit: Toolkit) -> None:
         for name in kernels.budgets(source):
             assert f" {name} " in done.stdout
     assert "mask_forward_kernel" in done.stdout and "No offences." in done.stdout
+
+
+# What the readable names of arch.cuh become, in the kernels that the CPU executor is tested with.
+INSTRUCTIONS = {
+    "HMMA.16816.F32", "HMMA.16816.F32.BF16", "HMMA.1688.F32.TF32", "LDSM.16.M88.4", "LDSM.16.MT88.4", "LDGSTS",
+    "MATCH.ANY", "VOTE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", kernels.ARCHS)
+def test_instructions_of_the_tensor_cores(toolkit: Toolkit, tmp_path: Path, arch: str) -> None:
+    """The kernels of tests/host_cuda/selftest.cpp compile for GPUs as well, to the instructions that they name."""
+    if (tool := kernels.disassembler(toolkit)) is None:
+        pytest.skip("no nvdisasm as new as the toolkit")
+    for name in ("selftest.cpp", "selftest.h"):  # apart from the arch.cuh that lies beside them
+        shutil.copy(kernels.ROOT / "tests" / "host_cuda" / name, tmp_path)
+    cubin = tmp_path / "selftest.cubin"
+    nvcc = [
+        str(toolkit.home / "bin" / "nvcc"),
+        "-x",
+        "cu",
+        *kernels.FLAGS,
+        f"-arch={arch}",
+        f"-I{kernels.ROOT / 'csrc'}",
+    ]
+    command = [*nvcc, str(tmp_path / "selftest.cpp"), "-o", str(cubin)]
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    sass = subprocess.run([str(tool), "-c", str(cubin)], text=True, capture_output=True, check=True).stdout
+    missing = {word for word in INSTRUCTIONS if not re.search(rf"\b{re.escape(word)}\b", sass)}
+    assert not missing
 
 
 LOCAL = """\

@@ -68,6 +68,33 @@ def test_the_executor():
     assert torch.equal(sums, x.sum(1))
 
 
+def test_votes_of_the_executor():
+    x = torch.randint(-3, 4, (32,)).float()
+    ((_, y),) = kernels.run([Call("selftest_votes", torch.float32, [], [Memory(x), Memory(torch.zeros(96))])])
+    votes = sum(1 << lane for lane in range(32) if x[lane] > 0)
+    for lane, (ballot, match, fifth) in enumerate(y.view(32, 3).tolist()):
+        same = sum(1 << other for other in range(32) if x[other] == x[lane])
+        # As float32, which y holds.
+        assert ballot == float(torch.tensor(votes).float()) and match == float(torch.tensor(same).float())
+        assert fifth == x[5]
+
+
+@DTYPES
+def test_products_of_the_executor(dtype):
+    """cp.async in two stages with zeros beyond the end, ldmatrix as it lies and transposed, and mma."""
+    for k in (8, 16, 32, 40, 96, 200):
+        a, b = torch.randn(16, k).to(dtype), torch.randn(k, 8).to(dtype)
+        buffers = [Memory(a), Memory(b), Memory(torch.zeros(16, 8))]
+        ((_, _, c),) = kernels.run([Call("selftest_product", dtype, [k], buffers)])
+        rounded = [tf32(t) if dtype == torch.float32 else t.double() for t in (a, b)]
+        torch.testing.assert_close(c.view(16, 8).double(), rounded[0] @ rounded[1], rtol=1e-5, atol=1e-5)
+
+
+def tf32(x: Tensor) -> Tensor:
+    """10 bits behind the point, ties away from zero."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
 FAULTS = [
     "thread 0 waits at a barrier for threads that do not come",
     "thread 0 waits at a shuffle for threads that do not come",
@@ -79,6 +106,16 @@ FAULTS = [
 def test_the_executor_finds_faults(number, text):
     with pytest.raises(kernels.Fault, match=text):
         kernels.run([Call("selftest_fault", torch.float32, [number], [Memory(torch.zeros(96))])])
+
+
+def test_the_executor_finds_lanes_at_different_operations():
+    with pytest.raises(kernels.Fault, match="lanes of a warp meet at a shuffle and at a ballot"):
+        kernels.run([Call("selftest_fault", torch.float32, [6], [Memory(torch.zeros(96))])])
+
+
+def test_an_asynchronous_copy_is_not_there_before_it_is_waited_for():
+    ((y,),) = kernels.run([Call("selftest_fault", torch.float32, [5], [Memory(torch.zeros(96))])])
+    assert (y.view(torch.int32) == -0x58585859).all()
 
 
 def test_shared_memory_holds_no_zeros_that_nobody_wrote():

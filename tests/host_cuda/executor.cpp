@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -29,12 +30,22 @@ constexpr size_t kGuard = 256;
 
 enum class Waits { kNothing, kWarp, kBlock, kDone };
 
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes, filled;
+};
+
 struct Fiber {
   ucontext_t context{};
   Place place;
   Waits waits = Waits::kNothing;
-  uint64_t brought = 0, taken = 0;
-  int partner = 0;
+  const void* brought = nullptr;  // to what its warp does together
+  size_t bytes = 0;
+  const char* what = "";
+  std::vector<unsigned char> taken;      // what all lanes brought
+  std::deque<std::vector<Copy>> copies;  // groups that are under way, the newest last
+  std::vector<Copy> uncommitted;
   char* stack = nullptr;
   void* fake_stack = nullptr;
 };
@@ -49,7 +60,8 @@ struct Machine {
   const std::function<void()>* thread = nullptr;
   std::exception_ptr error;
   std::vector<unsigned char> shared_room;
-  unsigned char* shared = nullptr;  // aligned, with a guard on either side
+  unsigned char* shared = nullptr;     // aligned, with a guard on either side
+  std::vector<unsigned char> brought;  // by the lanes of the warp that met last, one after another
   int64_t last_blocks = 0;
   std::mt19937 random{20240611};
 
@@ -142,14 +154,21 @@ bool all_wait(int begin, int end, Waits waits) {
   return true;
 }
 
-// Lets the threads [begin, end) of a warp go on that have all brought a value.
+// Lets the threads [begin, end) of a warp go on that have all brought a value: each gets all of them.
 void exchange(int begin, int end) {
+  Machine& m = machine();
+  const Fiber& first = fiber_at(begin);
+  m.brought.assign(kWarp * first.bytes, kPoison);
   for (int t = begin; t < end; ++t) {
     Fiber& fiber = fiber_at(t);
-    const int from = begin + ((t - begin) ^ fiber.partner);
-    fiber.taken = from < end ? fiber_at(from).brought : fiber.brought;
+    if (std::strcmp(fiber.what, first.what) != 0 || fiber.bytes != first.bytes) {
+      throw std::runtime_error(std::string("lanes of a warp meet at ") + first.what + " and at " +
+                               fiber.what);
+    }
+    std::memcpy(m.brought.data() + static_cast<size_t>(t - begin) * fiber.bytes, fiber.brought, fiber.bytes);
+    fiber.waits = Waits::kNothing;
   }
-  for (int t = begin; t < end; ++t) fiber_at(t).waits = Waits::kNothing;
+  for (int t = begin; t < end; ++t) fiber_at(t).taken = m.brought;
 }
 
 void run_block(int threads, const Place& place, int64_t shared_bytes) {
@@ -169,6 +188,8 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
     fiber.place = place;
     fiber.place.thread = t;
     fiber.waits = Waits::kNothing;
+    fiber.copies.clear();
+    fiber.uncommitted.clear();
     makecontext(&fiber.context, &fiber_main, 0);
   }
   for (bool moved = true; moved;) {
@@ -193,8 +214,11 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
   }
   for (int t = 0; t < threads; ++t) {
     const Fiber& fiber = fiber_at(t);
-    if (fiber.waits == Waits::kWarp) diverged(fiber.place, "a shuffle");
+    if (fiber.waits == Waits::kWarp) diverged(fiber.place, fiber.what);
     if (fiber.waits == Waits::kBlock) diverged(fiber.place, "a barrier");
+    if (!fiber.copies.empty() || !fiber.uncommitted.empty()) {
+      throw std::runtime_error("a thread ended with copies under way");
+    }
   }
   protect(m.shared_room.data(), m.shared_room.size(), false);
   for (size_t i = 1; i <= kGuard; ++i) {
@@ -212,12 +236,32 @@ void* shared_memory() { return machine().shared; }
 
 void block_barrier() { to_scheduler(Waits::kBlock); }
 
-uint64_t shuffle_xor(uint64_t value, int lanes) {
+const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes) {
   Fiber* self = machine().running;
-  self->brought = value;
-  self->partner = lanes;
+  self->what = what;
+  self->brought = mine;
+  self->bytes = bytes;
   to_scheduler(Waits::kWarp);
-  return self->taken;
+  return self->taken.data();
+}
+
+void start_copy(void* to, const void* from, size_t bytes, size_t filled) {
+  machine().running->uncommitted.push_back({to, from, bytes, filled});
+}
+
+void end_copy_group() {
+  Fiber* self = machine().running;
+  self->copies.push_back(std::exchange(self->uncommitted, {}));
+}
+
+void finish_copies(size_t pending) {
+  auto& copies = machine().running->copies;
+  for (; copies.size() > pending; copies.pop_front()) {
+    for (const Copy& copy : copies.front()) {
+      std::memcpy(copy.to, copy.from, copy.filled);
+      std::memset(static_cast<char*>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+    }
+  }
 }
 
 void run_last_blocks_only(int64_t count) { machine().last_blocks = count; }

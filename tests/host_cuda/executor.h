@@ -20,8 +20,15 @@ const Place& here();  // of the fiber that is running
 void* shared_memory();
 
 void block_barrier();
-// Gives each lane the value that the lane with number (its own ^ lanes) brought.
-uint64_t shuffle_xor(uint64_t value, int lanes);
+// What the lanes of a warp do together: each brings some bytes and gets those of all 32, one after another,
+// until it meets them again. All must be at the same operation, `what`.
+const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes);
+
+// Asynchronous copies: nothing is there until the thread has waited for the group. What is beyond `filled` is
+// zeros.
+void start_copy(void* to, const void* from, size_t bytes, size_t filled);
+void end_copy_group();
+void finish_copies(size_t pending);  // until at most so many groups are under way
 
 // Which blocks run of each launch: all, or the last `count` (of each row), for grids too large to run whole.
 void run_last_blocks_only(int64_t count);  // 0: all

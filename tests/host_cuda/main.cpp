@@ -234,6 +234,13 @@ const std::map<std::string, std::function<void(const Case&)>> kKernels{
      [](const Case& c) {
        host_cuda::launch_fault(static_cast<host_cuda::Fault>(c.integer(0)), c.buffer<float>(0));
      }},
+    {"selftest_votes",
+     [](const Case& c) { host_cuda::launch_votes(c.buffer<float>(0), c.buffer<float>(1)); }},
+    {"selftest_product",
+     [](const Case& c) {
+       host_cuda::launch_product(c.type, c.buffer(0), c.buffer(1), c.buffer<float>(2),
+                                 static_cast<int>(c.integer(0)));
+     }},
     {"dropout", dropout},
     {"layer_norm", layer_norm},
     {"layer_norm_backward", layer_norm_backward},

@@ -3,12 +3,30 @@
 
 #include <cstdint>
 
+#include "cuda/kernels/stream.h"
+
 namespace host_cuda {
 
 // y[b]: the sum of the whole numbers x[96 * b] to x[96 * b + 95].
 void launch_sum(const float* x, float* y, int64_t blocks);
 
-enum class Fault { kBarrierInBranch, kShuffleInBranch, kBesideShared, kBesideGlobal, kUnwrittenShared };
+// y[3 t + i], of thread t: ballot of whether x[t] is positive (i = 0), the lanes with the same x (1), and
+// lane 5's x (2).
+void launch_votes(const float* x, float* y);
+
+// c (16 x 8) = a (16 x k) b (k x 8), row-major, by one warp: through shared memory by asynchronous copies in
+// two stages, ldmatrix and mma. Of half precision k is a multiple of 8; float computes in tf32.
+void launch_product(patchconv::kernels::Type type, const void* a, const void* b, float* c, int k);
+
+enum class Fault {
+  kBarrierInBranch,
+  kShuffleInBranch,
+  kBesideShared,
+  kBesideGlobal,
+  kUnwrittenShared,
+  kNoWait,
+  kOperations
+};
 void launch_fault(Fault fault, float* y);  // y: 96 numbers
 
 }  // namespace host_cuda

@@ -39,6 +39,77 @@ PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
 }
 
+template <typename T>
+PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+// A bit a lane: what it votes; and who brought the same value.
+PATCHCONV_DEVICE uint32_t ballot_of(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+PATCHCONV_DEVICE uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
+
+// ---------------------------------------------------------------------------------------------------------
+// Asynchronous copies to shared memory: 16 bytes, of which those beyond `filled` become zeros. They are under
+// way until the thread has waited for their group, and there for others behind a barrier after that.
+
+PATCHCONV_DEVICE uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(filled)
+               : "memory");
+}
+PATCHCONV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kPending groups are under way.
+template <int kPending>
+PATCHCONV_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Products of small matrices by a warp. Lane l holds, of
+//   a (16 x k): rows l / 4 and l / 4 + 8; b (k x 8): column l / 4; c (16 x 8): columns l % 4 * 2 and the
+//   next;
+// and of k the pairs (half precision, k = 16) or numbers (tf32, k = 8) with number l % 4 in each half.
+
+// Four matrices of 8 x 8 halves: lane 8 m + r names row r of matrix m. Each lane gets of each matrix two
+// neighbours of row l / 4; transposed, of column l / 4.
+template <bool kTransposed>
+PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  }
+}
+
+// c += a b. The first argument says what the registers hold; float stands for tf32.
+#define PATCHCONV_MMA(TYPE, INSTRUCTION)                                                                   \
+  PATCHCONV_DEVICE void multiply_matrices(TYPE, float (&c)[4], const uint32_t (&a)[4],                     \
+                                          const uint32_t (&b)[2]) {                                        \
+    asm("mma.sync.aligned." INSTRUCTION " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                               \
+  }
+PATCHCONV_MMA(Half, "m16n8k16.row.col.f32.f16.f16.f32")
+PATCHCONV_MMA(BFloat16, "m16n8k16.row.col.f32.bf16.bf16.f32")
+PATCHCONV_MMA(float, "m16n8k8.row.col.f32.tf32.tf32.f32")
+#undef PATCHCONV_MMA
+
+// Rounded to nearest, ties away from zero.
+PATCHCONV_DEVICE uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Number formats. Half precision is bits; arithmetic is in float.
 
