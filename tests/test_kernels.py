@@ -367,3 +367,23 @@ def test_max_pool_past_two_to_the_31():
     want = torch.zeros(seen, 4, dtype=dtype).scatter_(1, where[:, None], grad[:, None]).flatten()
     tail = 4 * outer % 1024 or 1024
     assert torch.equal(gradient[-tail:], want[-tail:])
+
+
+def test_avg_pool_past_two_to_the_31():
+    """The last blocks of 2^31 planes of 2x2: means, and gradients."""
+    outer, dtype = 2**31 + 3, torch.float16
+    numbers = [outer, 1, 1, *[1, 1, 0, 1, 1, 0, 1], *[2, 1, 0, 2, 2, 0, 1] * 2, 0]
+    seen = 1027
+    x, y = torch.randn(seen, 2, 2).to(dtype), torch.full((seen,), 77.0, dtype=dtype)
+    far = Memory(x.flatten(), 0, 4 * outer)
+    ((_, got),) = kernels.run([Call("avg_pool", dtype, numbers, [far, Memory(y, 0, outer)], 2)])
+    tail = 1024 + outer % 1024
+    torch.testing.assert_close(got[-tail:].double(), x.double().mean((1, 2))[-tail:], rtol=1e-3, atol=1e-3)
+    assert (got[:-tail] == 77).all()
+    grad = torch.randn(seen).to(dtype)
+    result = Memory(torch.full_like(x, 77).flatten(), 0, 4 * outer)
+    ((_, gradient),) = kernels.run([Call("avg_pool_backward", dtype, numbers, [Memory(grad, 0, outer), result], 1)])
+    tail = 4 * outer % 1024 or 1024
+    want = (grad.double() / 4).repeat_interleave(4)
+    torch.testing.assert_close(gradient[-tail:].double(), want[-tail:], rtol=1e-3, atol=0)
+    assert (gradient[:-tail] == 77).all()

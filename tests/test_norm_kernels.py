@@ -287,6 +287,29 @@ def test_map_past_two_to_the_31():
     assert torch.equal(y[-written:], torch.relu(x)[-written:]) and (y[:-written] == 77).all()
 
 
+def test_mask_past_two_to_the_31():
+    """The channel of an element, found by division, where its number takes more than 32 bits."""
+    dtype, channels = torch.float16, 3
+    for channels_last, pixels in ((0, 715827883), (0, 5), (1, 7)):
+        images = 2**31 // (channels * pixels) + 2
+        count = images * channels * pixels
+        x = torch.randn(16384).to(dtype)
+        far = lambda t: Memory(t, 0, count)  # noqa: E731, B023
+        bits = Memory(torch.full(((len(x) + 7) // 8 + 1,), 0xEE, dtype=torch.uint8), 0, (count + 7) // 8)
+        mean, bias = torch.tensor([0.25, -0.5, 1.0]), torch.tensor([0.0, 2.0, -1.0])
+        affine = [Memory(mean), Memory(torch.ones(3) - EPS), Memory(None), Memory(bias)]
+        numbers = [images, channels, pixels, 0, channels_last, EPS, 0.0, 1, 0]
+        call = Call("norm_mask", dtype, numbers, [far(x), far(torch.full_like(x, 77)), bits, *affine], 1)
+        ((_, y, got, *_),) = kernels.run([call])
+        seen = count % 8192 or 8192
+        elements = torch.arange(count - seen, count)
+        channel = (elements if channels_last else elements // pixels) % channels
+        want = torch.relu(x[-seen:].double() - mean[channel] + bias[channel])
+        torch.testing.assert_close(y[-seen:].double(), want, rtol=2e-3, atol=1e-3)
+        whole = (count - seen) // 8 - ((count + 7) // 8 - len(got))  # bytes of `got` before what was written
+        assert torch.equal(got[whole:], torch.ops.patchconv._mask_pack(y[-seen:], 0, 0.0, 0.0))
+
+
 # (images, channels, pixels) past 2^31 elements; what one block of the statistics sees is the last part of one row, or
 # the last chunk of pixels.
 FAR = {"rows": (1, 1, 2**32 + 12345), "many rows": (2**29 + 7, 1, 5), "pixels": (1, 8, 2**29 + 4321)}
