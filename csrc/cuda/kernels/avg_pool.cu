@@ -30,10 +30,7 @@ template <typename T>
 __global__ void __launch_bounds__(kElementThreads, 4)
     avg_pool_kernel(Dims pool, Sides out, int64_t count, Counting counting, const T* x, T* y) {
   const auto& [depth, height, width, inner] = pool;
-  const int64_t begin = block_x() * kTile;
-  const Place first = place_of_first(begin, out);
-  for (int step = thread_index(); step < kTile && begin + step < count; step += kElementThreads) {
-    const Place o = moved(first, step, out);
+  each_element(out, count, [&](int64_t element, const Place& o) {
     const Window dw = window_of(depth, o.depth), hw = window_of(height, o.height),
                  ww = window_of(width, o.width);
     const T* plane = x + o.outer * depth.in * height.in * width.in * inner + o.inner;
@@ -45,9 +42,8 @@ __global__ void __launch_bounds__(kElementThreads, 4)
       }
     }
     const bool empty = dw.begin >= dw.end || hw.begin >= hw.end || ww.begin >= ww.end;
-    y[begin + step] =
-        from_float<T>(empty ? 0 : sum / counting.of(pool, o.depth, o.height, o.width, dw, hw, ww));
-  }
+    y[element] = from_float<T>(empty ? 0 : sum / counting.of(pool, o.depth, o.height, o.width, dw, hw, ww));
+  });
 }
 
 // Budget: 64 registers, 0 bytes of shared memory.
@@ -56,10 +52,7 @@ __global__ void __launch_bounds__(kElementThreads, 4)
     avg_pool_backward_kernel(Dims pool, Sides in, int64_t count, Counting counting, const T* grad,
                              T* result) {
   const auto& [depth, height, width, inner] = pool;
-  const int64_t begin = block_x() * kTile;
-  const Place first = place_of_first(begin, in);
-  for (int step = thread_index(); step < kTile && begin + step < count; step += kElementThreads) {
-    const Place i = moved(first, step, in);
+  each_element(in, count, [&](int64_t element, const Place& i) {
     const Outputs ds = outputs_at(depth, i.depth), hs = outputs_at(height, i.height),
                   ws = outputs_at(width, i.width);
     float sum = 0;
@@ -77,8 +70,8 @@ __global__ void __launch_bounds__(kElementThreads, 4)
         }
       }
     }
-    result[begin + step] = from_float<T>(sum);
-  }
+    result[element] = from_float<T>(sum);
+  });
 }
 
 Counting counting_of(const AvgPool& pool) { return {pool.count_padding, static_cast<float>(pool.divisor)}; }

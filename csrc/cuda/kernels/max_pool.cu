@@ -12,10 +12,7 @@ template <typename T, typename Offset, bool kTake>
 __global__ void __launch_bounds__(kElementThreads, 4)
     max_pool_kernel(Dims pool, Sides out, int64_t count, const T* x, T* y, Offset* offsets) {
   const auto& [depth, height, width, inner] = pool;
-  const int64_t begin = block_x() * kTile;
-  const Place first = place_of_first(begin, out);
-  for (int step = thread_index(); step < kTile && begin + step < count; step += kElementThreads) {
-    const Place o = moved(first, step, out);
+  each_element(out, count, [&](int64_t element, const Place& o) {
     const Window dw = window_of(depth, o.depth), hw = window_of(height, o.height),
                  ww = window_of(width, o.width);
     const T* plane = x + o.outer * depth.in * height.in * width.in * inner + o.inner;
@@ -23,13 +20,13 @@ __global__ void __launch_bounds__(kElementThreads, 4)
       return plane[((static_cast<int64_t>(d) * height.in + h) * width.in + w) * inner];
     };
     if constexpr (kTake) {
-      const auto offset = static_cast<int>(offsets[begin + step]);
+      const auto offset = static_cast<int>(offsets[element]);
       const int lines = offset / ww.taps;
       const int w = ww.start + offset % ww.taps * width.dilation;
       const int h = hw.start + lines % hw.taps * height.dilation;
       const int d = dw.start + lines / hw.taps * depth.dilation;
       const bool inside = w >= 0 && w < width.in && h >= 0 && h < height.in && d >= 0 && d < depth.in;
-      y[begin + step] = inside ? at(d, h, w) : from_float<T>(-kInfinity);
+      y[element] = inside ? at(d, h, w) : from_float<T>(-kInfinity);
     } else {
       // A value wins that is greater than the best so far or not a number: of equal ones the first, of NaN
       // the last.
@@ -50,10 +47,10 @@ __global__ void __launch_bounds__(kElementThreads, 4)
           }
         }
       }
-      y[begin + step] = value;
-      offsets[begin + step] = static_cast<Offset>(offset);
+      y[element] = value;
+      offsets[element] = static_cast<Offset>(offset);
     }
-  }
+  });
 }
 
 // Budget: 64 registers, 0 bytes of shared memory.
@@ -62,10 +59,7 @@ __global__ void __launch_bounds__(kElementThreads, 4)
     max_pool_backward_kernel(Dims pool, Sides in, int64_t count, const T* grad, const Offset* offsets,
                              T* result) {
   const auto& [depth, height, width, inner] = pool;
-  const int64_t begin = block_x() * kTile;
-  const Place first = place_of_first(begin, in);
-  for (int step = thread_index(); step < kTile && begin + step < count; step += kElementThreads) {
-    const Place i = moved(first, step, in);
+  each_element(in, count, [&](int64_t element, const Place& i) {
     const Outputs ds = outputs_at(depth, i.depth), hs = outputs_at(height, i.height),
                   ws = outputs_at(width, i.width);
     float sum = 0;
@@ -80,13 +74,13 @@ __global__ void __launch_bounds__(kElementThreads, 4)
           const int column = tap_at(width, w, i.width);
           if (column < 0) continue;
           const int tap = (depth_tap * height.taps(h) + line) * width.taps(w) + column;
-          const int64_t element = (row * width.out + w) * inner + i.inner;
-          if (offsets[element] == tap) sum = add(sum, to_float(grad[element]));
+          const int64_t from = (row * width.out + w) * inner + i.inner;
+          if (offsets[from] == tap) sum = add(sum, to_float(grad[from]));
         }
       }
     }
-    result[begin + step] = from_float<T>(sum);
-  }
+    result[element] = from_float<T>(sum);
+  });
 }
 
 // Calls use(Offset()) for the pool's offset type.

@@ -97,6 +97,16 @@ PATCHCONV_DEVICE Place moved(Place place, int step, const Sides& n) {
   return place;
 }
 
+// Calls use(element, its place) for this thread's elements, of the block's kTile of `count`.
+template <typename Use>
+PATCHCONV_DEVICE void each_element(const Sides& n, int64_t count, Use use) {
+  const int64_t begin = block_x() * kTile;
+  const Place first = place_of_first(begin, n);
+  for (int step = thread_index(); step < kTile && begin + step < count; step += kElementThreads) {
+    use(begin + step, moved(first, step, n));
+  }
+}
+
 // The outputs [begin, end) whose windows may meet coordinate i.
 struct Outputs {
   int begin, end;
