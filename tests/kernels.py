@@ -17,7 +17,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "host_cuda"
-TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
 
 
 def program() -> Path:

@@ -67,22 +67,6 @@ bool ConvDim::reads_only_padding() const {
   return false;
 }
 
-int64_t source_index(PaddingMode mode, int64_t i, int64_t size) {
-  if (i >= 0 && i < size) return i;
-  switch (mode) {
-    case PaddingMode::kZeros:
-      return -1;
-    case PaddingMode::kReflect:
-      // Padding is smaller than the grid (checked by the operators), so one reflection is enough.
-      return i < 0 ? -i : 2 * (size - 1) - i;
-    case PaddingMode::kReplicate:
-      return i < 0 ? 0 : size - 1;
-    case PaddingMode::kCircular:
-      return i < 0 ? i + size : i - size;
-  }
-  return -1;
-}
-
 std::vector<int64_t> source_indices(PaddingMode mode, Range range, int64_t size) {
   std::vector<int64_t> indices(range.size());
   for (int64_t i = 0; i < range.size(); ++i) indices[i] = source_index(mode, range.begin + i, size);

@@ -63,8 +63,16 @@ struct ConvDim {
 };
 
 // The big coordinate whose value stands at coordinate `i`, which may lie in the padding; -1 where the value
-// is zero.
-int64_t source_index(PaddingMode mode, int64_t i, int64_t size);
+// is zero. Padding is at most as wide as its mode allows (checked by the operators), so that one reflection or
+// one turn is enough.
+template <typename Int>
+constexpr Int source_index(PaddingMode mode, Int i, Int size) {
+  if (i >= 0 && i < size) return i;
+  if (mode == PaddingMode::kReflect) return i < 0 ? -i : 2 * (size - 1) - i;
+  if (mode == PaddingMode::kReplicate) return i < 0 ? 0 : size - 1;
+  if (mode == PaddingMode::kCircular) return i < 0 ? i + size : i - size;
+  return -1;
+}
 
 // source_index over a range.
 std::vector<int64_t> source_indices(PaddingMode mode, Range range, int64_t size);

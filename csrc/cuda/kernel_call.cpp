@@ -15,6 +15,8 @@ kernels::Type kernel_type(const at::Tensor& tensor) {
       return kernels::Type::kHalf;
     case at::kBFloat16:
       return kernels::Type::kBFloat16;
+    case at::kDouble:
+      return kernels::Type::kDouble;
     default:
       TORCH_INTERNAL_ASSERT(false, "no kernel for ", tensor.scalar_type());
   }

@@ -5,8 +5,6 @@
 // the count of its numbers and the numbers, the count of its buffers and for each: bytes (-1: a null
 // pointer), by how many bytes it is off an address of 256 bytes, and of how many bytes at its end the
 // contents are given and wanted.
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +26,7 @@
 #include "cuda/kernels/mask.h"
 #include "cuda/kernels/norm.h"
 #include "cuda/kernels/pool.h"
+#include "case.h"
 #include "executor.h"
 #include "selftest.h"
 
@@ -35,65 +34,9 @@ namespace {
 
 using namespace patchconv;
 using namespace patchconv::kernels;
-
-// Memory of exactly so many bytes: the sanitizer sees an access beside it. A buffer of which only the end is
-// given is reserved, not filled, so that it may be larger than the machine.
-class Buffer {
- public:
-  Buffer(int64_t bytes, int64_t off, int64_t window) : bytes_(bytes), window_(window) {
-    if (bytes < 0) return;
-    if (window < bytes) {
-      reserved_ = static_cast<size_t>(bytes + off);
-      void* p = mmap(nullptr, reserved_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                     -1, 0);
-      if (p == MAP_FAILED) throw std::bad_alloc();
-      room_ = p;
-    } else {
-      const auto size = static_cast<size_t>(bytes + off);
-      if (posix_memalign(&room_, 256, size) != 0) throw std::bad_alloc();
-    }
-    data_ = static_cast<char*>(room_) + off;
-  }
-  Buffer(Buffer&& other) noexcept
-      : bytes_(other.bytes_),
-        window_(other.window_),
-        reserved_(other.reserved_),
-        room_(other.room_),
-        data_(other.data_) {
-    other.room_ = nullptr;
-  }
-  ~Buffer() {
-    if (room_ == nullptr) return;
-    if (reserved_ > 0) {
-      munmap(room_, reserved_);
-    } else {
-      std::free(room_);
-    }
-  }
-  char* data() const { return data_; }
-  char* window_begin() const { return data_ == nullptr ? nullptr : data_ + (bytes_ - window_); }
-  int64_t window() const { return bytes_ < 0 ? 0 : window_; }
-
- private:
-  int64_t bytes_, window_;
-  size_t reserved_ = 0;
-  void* room_ = nullptr;
-  char* data_ = nullptr;
-};
-
-struct Case {
-  Type type;
-  int64_t last_blocks;
-  std::vector<double> numbers;
-  std::vector<Buffer> buffers;
-
-  double number(size_t i) const { return numbers.at(i); }
-  int64_t integer(size_t i) const { return static_cast<int64_t>(numbers.at(i)); }
-  template <typename T = void>
-  T* buffer(size_t i) const {
-    return reinterpret_cast<T*>(buffers.at(i).data());
-  }
-};
+using host_cuda::Buffer;
+using host_cuda::Case;
+using host_cuda::Floats;
 
 void mask_forward(const Case& c) {
   const MaskForward call{c.buffer(0),
@@ -164,18 +107,6 @@ NormAffine affine_of(const Case& c, size_t first) {
   return {c.buffer<const float>(first), c.buffer<const float>(first + 1), c.buffer<const float>(first + 2),
           c.buffer<const float>(first + 3), static_cast<float>(c.number(5))};
 }
-
-// Memory of exactly `floats`: zeros where not all blocks run, and so not all parts are written; else numbers
-// that show in any sum.
-struct Floats {
-  Floats(int64_t floats, const Case& c)
-      : data(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4))) {
-    std::fill(data, data + floats, c.last_blocks > 0 ? 0.0F : std::numeric_limits<float>::quiet_NaN());
-  }
-  ~Floats() { std::free(data); }
-  Floats(const Floats&) = delete;
-  float* data;
-};
 
 void norm_statistics(const Case& c) {
   const Floats workspace(norm_statistics_workspace(c.type, norm_of(c)), c);
@@ -274,6 +205,7 @@ Type type_of(const std::string& name) {
   if (name == "float") return Type::kFloat;
   if (name == "half") return Type::kHalf;
   if (name == "bfloat16") return Type::kBFloat16;
+  if (name == "double") return Type::kDouble;
   throw std::invalid_argument("no type " + name);
 }
 
@@ -294,7 +226,9 @@ void run(const std::string& line, std::istream& data, std::ostream& result) {
   }
   if (!words || !data) throw std::invalid_argument("not a case: " + line);
   host_cuda::run_last_blocks_only(last_blocks);
-  kKernels.at(kernel)(c);
+  const auto& convolutions = host_cuda::conv_kernels();
+  const auto found = convolutions.find(kernel);
+  (found != convolutions.end() ? found->second : kKernels.at(kernel))(c);
   for (const Buffer& buffer : c.buffers) result.write(buffer.window_begin(), buffer.window());
 }
 

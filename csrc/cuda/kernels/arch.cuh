@@ -34,6 +34,7 @@ PATCHCONV_DEVICE T* shared_memory() {
 // How threads meet: all of a warp or of a block, none left out
 
 PATCHCONV_DEVICE void block_barrier() { __syncthreads(); }
+PATCHCONV_DEVICE void warp_barrier() { __syncwarp(); }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
@@ -114,6 +115,8 @@ PATCHCONV_DEVICE uint32_t to_tf32(float x) {
 // Number formats. Half precision is bits; arithmetic is in float.
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
+PATCHCONV_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+PATCHCONV_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 PATCHCONV_DEVICE float to_float(Half x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -148,6 +151,7 @@ PATCHCONV_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 PATCHCONV_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 
 // Rounded once.
+PATCHCONV_DEVICE double multiply_add(double a, double b, double c) { return __fma_rn(a, b, c); }
 PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 PATCHCONV_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 PATCHCONV_DEVICE float exponential(float x) { return expf(x); }

@@ -61,7 +61,7 @@ struct Elements {
 
 inline bool aligned_to_pieces(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Calls use(T()) for a type's T.
+// Calls use(T()) for a type's T: not float64, which few kernels serve.
 template <typename Use>
 void with_type(Type type, Use use) {
   switch (type) {
@@ -71,6 +71,8 @@ void with_type(Type type, Use use) {
       return use(Half());
     case Type::kBFloat16:
       return use(BFloat16());
+    case Type::kDouble:
+      throw LaunchError("a kernel that does not serve float64");
   }
 }
 

@@ -25,7 +25,7 @@ struct Grid {
   int y = 1;
 };
 
-enum class Type { kFloat, kHalf, kBFloat16 };
+enum class Type { kFloat, kHalf, kBFloat16, kDouble };
 
 // Half precision is bits; arithmetic is in float.
 struct Half {

@@ -31,6 +31,10 @@ PATCHCONV_DEVICE T* shared_memory() {
 }
 
 PATCHCONV_DEVICE void block_barrier() { host_cuda::block_barrier(); }
+PATCHCONV_DEVICE void warp_barrier() {
+  const char nothing = 0;
+  host_cuda::warp_exchange("a warp's barrier", &nothing, 1);
+}
 // What lane `from` brought to an exchange.
 template <typename T>
 PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
@@ -117,6 +121,8 @@ PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], 
 }
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
+PATCHCONV_DEVICE uint32_t float_bits(float x) { return std::bit_cast<uint32_t>(x); }
+PATCHCONV_DEVICE float bits_float(uint32_t x) { return std::bit_cast<float>(x); }
 PATCHCONV_DEVICE float to_float(Half x) { return static_cast<float>(std::bit_cast<_Float16>(x.bits)); }
 PATCHCONV_DEVICE float to_float(BFloat16 x) {
   return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
@@ -145,6 +151,7 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
 PATCHCONV_DEVICE float multiply(float a, float b) { return a * b; }
 PATCHCONV_DEVICE float add(float a, float b) { return a + b; }
 
+PATCHCONV_DEVICE double multiply_add(double a, double b, double c) { return std::fma(a, b, c); }
 PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 PATCHCONV_DEVICE float square_root(float x) { return std::sqrt(x); }
 PATCHCONV_DEVICE float exponential(float x) { return std::exp(x); }

@@ -1,0 +1,155 @@
+// Convolutions on the device: sums over taps (core/conv_lines.h) in up to three dimensions, and the weight's
+// gradient. What a convolution of fewer dimensions lacks in front is of size one. No kernel allocates; tensors
+// may have any strides. Half precision and float32 are summed in float32, float64 in float64.
+#pragma once
+
+#include <cstdint>
+
+#include "core/conv_lines.h"
+#include "cuda/kernels/stream.h"
+
+namespace patchconv::kernels {
+
+// A tensor by its strides, in elements.
+struct ConvTensor {
+  const void* data = nullptr;
+  int64_t image = 0;
+  int64_t channel = 0;
+  int64_t place[3] = {0, 0, 0};  // depth, row, column
+  // Of the tensor's memory, a bit an element (core/mask.h): what is marked 0 counts as zero. May be null.
+  const uint8_t* bits = nullptr;
+};
+
+// A weight by its strides: number `output` of its group, from channel `source` of its group.
+struct ConvWeight {
+  const void* data = nullptr;
+  int64_t group = 0;
+  int64_t output = 0;
+  int64_t source = 0;
+  int64_t tap[3] = {0, 0, 0};
+};
+
+// What becomes of a sum: times a factor, plus bias, plus residual, negative ones to zero; each only where it
+// is asked for, in float32 (float64 for float64), rounded once.
+struct ConvEpilogue {
+  const float* scale = nullptr;    // a number a channel
+  const void* bias = nullptr;      // a number a channel, of the tensors' type
+  const void* residual = nullptr;  // of the result's strides
+  bool relu = false;
+  uint8_t* bits = nullptr;  // of the result's memory, which elements ReLU let pass; see conv_writes_bits()
+};
+
+// target = sums over the taps of three lines and the channels of a group. A channel of the target is
+// group * outputs + output, one of the source group * sources + source.
+struct ConvSums {
+  ConvLine lines[3];
+  PaddingMode mode = PaddingMode::kZeros;  // of the source
+  int64_t images = 0;
+  int groups = 1;
+  int sources = 0;  // channels a group
+  int outputs = 0;
+  ConvTensor source;
+  ConvWeight weight;
+  ConvTensor target;
+  ConvEpilogue epilogue;
+};
+
+// The gradient of a source that was padded with its own values: each element gathers from every place where
+// padding showed it. `lines` of ConvSums are not read; the source is the small grid, the target the big one.
+struct ConvGather {
+  ConvDim dims[3];
+  PaddingMode mode = PaddingMode::kReflect;
+  ConvSums sums;
+};
+
+// The weight's gradient: weight[output, source, tap] = sum over images and places of small * big, where lines
+// are those of small_line().
+struct ConvProducts {
+  ConvLine lines[3];
+  PaddingMode mode = PaddingMode::kZeros;  // of the big grid
+  int64_t images = 0;
+  int groups = 1;
+  int sources = 0;  // channels of the big grid a group
+  int outputs = 0;  // of the small one
+  ConvTensor big;
+  ConvTensor small;
+  ConvWeight weight;  // written
+};
+
+// ---------------------------------------------------------------------------------------------------------
+// Plain kernels: one thread a result, any argument. The oracle on the device and what serves the rest.
+
+void launch_conv_plain(Type type, const ConvSums& call, Stream stream);
+void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream);
+void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream);
+
+// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
+struct ConvChannelSums {
+  int64_t images = 0;
+  int64_t sizes[3] = {1, 1, 1};
+  int channels = 0;
+  ConvTensor source;
+  void* target = nullptr;
+};
+void launch_conv_channel_sums(Type type, const ConvChannelSums& call, Stream stream);
+
+// ---------------------------------------------------------------------------------------------------------
+// The halo kernel: a tile of the source with its halo lies in shared memory for all taps of a group of rows;
+// products by tensor cores. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
+
+// How a launch is cut, from whole lines, so that pieces of a line are summed in the same order.
+struct ConvTilePlan {
+  int columns_log2 = 5;  // of a tile of 256 outputs
+  int tap_rows = 1;      // rows of taps that a halo tile serves
+  int rows = 0;          // of the halo tile
+  int columns = 0;
+  int row_step = 1;   // source rows between rows of the halo tile
+  int row_pitch = 1;  // rows of the halo tile between rows of outputs
+  int buffers = 0;    // halo tiles in shared memory; 0: no tile fits
+  int shared_bytes = 0;
+};
+ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
+                             int shared_limit);
+
+// Elements of the weight as that kernel reads it, where its own strides will not do: (group, tap, output,
+// source), sources padded with zeros to 16 bytes.
+bool conv_reads_weight(Type type, const ConvSums& call);
+int64_t conv_packed_elements(Type type, const ConvSums& call);
+// Writes it, in the order of call.weight's taps, and points call.weight to it.
+void launch_conv_pack(Type type, ConvSums& call, void* packed, Stream stream);
+
+void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
+
+// Whether kernels can write the epilogue's bits: bytes of them must belong to one thread.
+bool conv_writes_bits(const ConvSums& call);
+
+// ---------------------------------------------------------------------------------------------------------
+// The weight's gradient by tensor cores: parts of the images a block, put together in order.
+
+struct ConvWeightPlan {
+  int parts = 0;  // 0: not served
+  int64_t workspace = 0;  // floats
+  int shared_bytes = 0;
+};
+ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
+                                int64_t workspace_limit);
+void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
+                        float* workspace, Stream stream);
+
+// ---------------------------------------------------------------------------------------------------------
+// Depthwise: one source channel a group.
+
+bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
+void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
+// Its weight's gradient; workspace in floats.
+int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call);
+void launch_conv_depthwise_weight(Type type, const ConvProducts& call, float* workspace, Stream stream);
+
+// ---------------------------------------------------------------------------------------------------------
+// First layers: up to 4 source channels, one group, the taps of a row of the kernel as one inner dimension.
+
+bool conv_stem_serves(Type type, const ConvSums& call, int shared_limit);
+int64_t conv_stem_packed_elements(Type type, const ConvSums& call);
+void launch_conv_stem(Type type, bool strict, const ConvSums& call, void* packed, Stream stream);
+
+}  // namespace patchconv::kernels

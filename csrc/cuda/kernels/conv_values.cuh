@@ -1,0 +1,68 @@
+// What the convolution kernels share: elements of strided tensors, in the type that sums are made in, and
+// what becomes of a finished sum.
+#pragma once
+
+#include "cuda/kernels/conv.h"
+#include "cuda/kernels/elements.cuh"
+
+namespace patchconv::kernels {
+
+template <typename T>
+struct SumOf {
+  using Type = float;
+};
+template <>
+struct SumOf<double> {
+  using Type = double;
+};
+template <typename T>
+using Sum = typename SumOf<T>::Type;
+
+PATCHCONV_DEVICE double to_sum(double x) { return x; }
+template <typename T>
+PATCHCONV_DEVICE float to_sum(T x) {
+  return to_float(x);
+}
+template <typename T>
+PATCHCONV_DEVICE T from_sum(Sum<T> x) {
+  if constexpr (sizeof(T) == 8) {
+    return x;
+  } else {
+    return from_float<T>(x);
+  }
+}
+
+// Calls use(T()) for a type's T, float64 among them.
+template <typename Use>
+void with_any_type(Type type, Use use) {
+  if (type == Type::kDouble) return use(double());
+  with_type(type, use);
+}
+
+PATCHCONV_DEVICE bool bit_at(const uint8_t* bits, int64_t offset) {
+  return bits[offset / 8] >> (offset % 8) & 1;
+}
+
+// An element by its offset, as it counts.
+template <typename T>
+PATCHCONV_DEVICE Sum<T> value_at(const ConvTensor& tensor, int64_t offset) {
+  if (tensor.bits != nullptr && !bit_at(tensor.bits, offset)) return 0;
+  return to_sum(static_cast<const T*>(tensor.data)[offset]);
+}
+
+// Whether ReLU lets a value pass: NaN does.
+template <typename S>
+PATCHCONV_DEVICE bool passes(S value) {
+  return !(value <= 0);
+}
+
+// The result at `offset` of a channel of all.
+template <typename T>
+PATCHCONV_DEVICE Sum<T> finished(const ConvEpilogue& epilogue, Sum<T> sum, int channel, int64_t offset) {
+  if (epilogue.scale != nullptr) sum *= epilogue.scale[channel];
+  if (epilogue.bias != nullptr) sum += to_sum(static_cast<const T*>(epilogue.bias)[channel]);
+  if (epilogue.residual != nullptr) sum += to_sum(static_cast<const T*>(epilogue.residual)[offset]);
+  return epilogue.relu && !passes(sum) ? 0 : sum;
+}
+
+}  // namespace patchconv::kernels

@@ -1,0 +1,131 @@
+// The convolution kernels by name. tests/conv_kernels.py writes their cases.
+//
+// Numbers: the pass (0: small grid from the big one, 1: big from small, 2: weight), padding mode, images,
+// groups, channels a group of the big and of the small grid, strict, relu, workspace limit; then for each of
+// three dimensions big, small, kernel, stride, dilation, padding before and after, begin and end of the range
+// that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big channel, 3
+// taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight), scale, bias,
+// residual, bits written.
+#include "case.h"
+#include "cuda/kernels/conv.h"
+
+namespace host_cuda {
+
+using namespace patchconv;
+using namespace patchconv::kernels;
+
+namespace {
+
+constexpr int kSharedLimit = 99 * 1024;
+enum Buffers { kBig, kSmall, kWeight, kBitsRead, kScale, kBias, kResidual, kBitsWritten };
+
+struct Problem {
+  explicit Problem(const Case& c) : c(c) {
+    for (size_t d = 0; d < 3; ++d) {
+      const auto number = [&](size_t i) { return c.integer(9 + 9 * d + i); };
+      dims[d] = {number(0), number(1), number(2), number(3), number(4), number(5), number(6)};
+      ranges[d] = {number(7), number(8)};
+    }
+  }
+
+  const Case& c;
+  ConvDim dims[3];
+  Range ranges[3];
+
+  int pass() const { return static_cast<int>(c.integer(0)); }
+  PaddingMode mode() const { return static_cast<PaddingMode>(c.integer(1)); }
+  int groups() const { return static_cast<int>(c.integer(3)); }
+  int big_channels() const { return static_cast<int>(c.integer(4)); }
+  int small_channels() const { return static_cast<int>(c.integer(5)); }
+  bool strict() const { return c.integer(6) != 0; }
+
+  ConvTensor tensor(size_t buffer) const {
+    const auto stride = [&](size_t i) { return c.integer(36 + 5 * buffer + i); };
+    return {c.buffer(buffer), stride(0), stride(1), {stride(2), stride(3), stride(4)}};
+  }
+  ConvWeight weight(bool to_big) const {
+    const auto stride = [&](size_t i) { return c.integer(46 + i); };
+    return {c.buffer(kWeight),
+            stride(0) * small_channels(),
+            to_big ? stride(1) : stride(0),
+            to_big ? stride(0) : stride(1),
+            {stride(2), stride(3), stride(4)}};
+  }
+
+  // Everything but lines.
+  ConvSums sums() const {
+    const bool to_big = pass() == 1;
+    ConvSums call;
+    call.mode = to_big ? PaddingMode::kZeros : mode();
+    call.images = c.integer(2);
+    call.groups = groups();
+    call.sources = to_big ? small_channels() : big_channels();
+    call.outputs = to_big ? big_channels() : small_channels();
+    call.source = tensor(to_big ? kSmall : kBig);
+    call.source.bits = c.buffer<const uint8_t>(kBitsRead);
+    call.target = tensor(to_big ? kBig : kSmall);
+    call.weight = weight(to_big);
+    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual),
+                     c.integer(7) != 0, c.buffer<uint8_t>(kBitsWritten)};
+    return call;
+  }
+
+  ConvProducts products() const {
+    ConvProducts call;
+    for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims[d]);
+    call.mode = mode();
+    call.images = c.integer(2);
+    call.groups = groups();
+    call.sources = big_channels();
+    call.outputs = small_channels();
+    call.big = tensor(kBig);
+    call.small = tensor(kSmall);
+    call.small.bits = c.buffer<const uint8_t>(kBitsRead);
+    call.weight = weight(false);
+    return call;
+  }
+
+  // Calls use(whole lines, call) for every combination of lines, cut to the ranges.
+  template <typename Use>
+  void each_line(Use use) const {
+    std::vector<ConvLine> lines[3];
+    for (int d = 0; d < 3; ++d) {
+      if (pass() == 1) {
+        lines[d] = big_lines(dims[d]);
+      } else {
+        lines[d] = {small_line(dims[d])};
+      }
+    }
+    ConvSums call = sums();
+    for (const ConvLine& z : lines[0]) {
+      for (const ConvLine& y : lines[1]) {
+        for (const ConvLine& x : lines[2]) {
+          const ConvLine whole[3] = {z, y, x};
+          for (int d = 0; d < 3; ++d) call.lines[d] = whole[d].cut(ranges[d]);
+          use(whole, call);
+        }
+      }
+    }
+  }
+};
+
+void plain(const Case& c) {
+  const Problem problem(c);
+  if (problem.pass() == 2) return launch_conv_plain_weight(c.type, problem.products(), nullptr);
+  if (problem.pass() == 1 && problem.mode() != PaddingMode::kZeros) {
+    ConvGather call{{problem.dims[0], problem.dims[1], problem.dims[2]}, problem.mode(), problem.sums()};
+    return launch_conv_plain_gather(c.type, call, nullptr);
+  }
+  problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
+}
+
+}  // namespace
+
+const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
+  static const std::map<std::string, std::function<void(const Case&)>> kernels{
+      {"conv_plain", plain},
+  };
+  return kernels;
+}
+
+}  // namespace host_cuda
