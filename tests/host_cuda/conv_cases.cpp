@@ -6,6 +6,8 @@
 // that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big channel, 3
 // taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight), scale, bias,
 // residual, bits written.
+#include <vector>
+
 #include "case.h"
 #include "cuda/kernels/conv.h"
 
@@ -119,11 +121,28 @@ void plain(const Case& c) {
   problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
 }
 
+void tiles(const Case& c) {
+  const Problem problem(c);
+  std::vector<char> packed;
+  problem.each_line([&](const auto& whole, ConvSums call) {
+    const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, kSharedLimit);
+    if (call.epilogue.bits != nullptr && !conv_writes_bits(call)) throw LaunchError("bits that nobody can write");
+    if (!conv_reads_weight(c.type, call)) {
+      const int64_t kernel[3] = {problem.dims[0].kernel, problem.dims[1].kernel, problem.dims[2].kernel};
+      const int64_t bytes = conv_packed_elements(c.type, call, kernel) * (c.type == Type::kFloat ? 4 : 2);
+      packed.assign(static_cast<size_t>(bytes), 0x7f);
+      call.weight = launch_conv_pack(c.type, call, kernel, packed.data(), nullptr);
+    }
+    launch_conv_tiles(c.type, problem.strict(), plan, call, nullptr);
+  });
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
       {"conv_plain", plain},
+      {"conv_tiles", tiles},
   };
   return kernels;
 }

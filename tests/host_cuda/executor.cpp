@@ -1,7 +1,8 @@
 #include "executor.h"
 
+#include "context.h"
+
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <cstring>
@@ -37,13 +38,14 @@ struct Copy {
 };
 
 struct Fiber {
-  ucontext_t context{};
+  Context context;
   Place place;
   Waits waits = Waits::kNothing;
   const void* brought = nullptr;  // to what its warp does together
   size_t bytes = 0;
   const char* what = "";
-  std::vector<unsigned char> taken;      // what all lanes brought
+  Combine combine = nullptr;
+  const unsigned char* taken = nullptr;  // what all lanes brought, or what was made of it
   std::deque<std::vector<Copy>> copies;  // groups that are under way, the newest last
   std::vector<Copy> uncommitted;
   char* stack = nullptr;
@@ -51,7 +53,7 @@ struct Fiber {
 };
 
 struct Machine {
-  ucontext_t scheduler{};
+  Context scheduler;
   void* fake_stack = nullptr;
   const void* stack_bottom = nullptr;
   size_t stack_size = 0;
@@ -61,7 +63,7 @@ struct Machine {
   std::exception_ptr error;
   std::vector<unsigned char> shared_room;
   unsigned char* shared = nullptr;     // aligned, with a guard on either side
-  std::vector<unsigned char> brought;  // by the lanes of the warp that met last, one after another
+  std::vector<std::vector<unsigned char>> brought;  // of each warp, when its lanes met last, one after another
   int64_t last_blocks = 0;
   std::mt19937 random{20240611};
 
@@ -104,7 +106,7 @@ void to_scheduler(Waits waits) {
   Fiber* self = m.running;
   self->waits = waits;
   start_switch(waits == Waits::kDone ? nullptr : &self->fake_stack, m.stack_bottom, m.stack_size);
-  swapcontext(&self->context, &m.scheduler);
+  switch_context(self->context, m.scheduler);
   finish_switch(self->fake_stack, &m.stack_bottom, &m.stack_size);
 }
 
@@ -124,7 +126,7 @@ void resume(Fiber& fiber) {
   m.running = &fiber;
   fiber.waits = Waits::kNothing;
   start_switch(&m.fake_stack, fiber.stack, kStack);
-  swapcontext(&m.scheduler, &fiber.context);
+  switch_context(m.scheduler, fiber.context);
   finish_switch(m.fake_stack, nullptr, nullptr);
   m.running = nullptr;
 }
@@ -154,21 +156,26 @@ bool all_wait(int begin, int end, Waits waits) {
   return true;
 }
 
-// Lets the threads [begin, end) of a warp go on that have all brought a value: each gets all of them.
+// Lets the threads [begin, end) of a warp go on that have all brought a value: each gets all of them. Nobody
+// reads any more what they got the time before.
 void exchange(int begin, int end) {
   Machine& m = machine();
   const Fiber& first = fiber_at(begin);
-  m.brought.assign(kWarp * first.bytes, kPoison);
+  const auto warp = static_cast<size_t>(begin / kWarp);
+  if (m.brought.size() <= warp) m.brought.resize(warp + 1);
+  std::vector<unsigned char>& brought = m.brought[warp];
+  brought.assign(kWarp * first.bytes, kPoison);
   for (int t = begin; t < end; ++t) {
     Fiber& fiber = fiber_at(t);
     if (std::strcmp(fiber.what, first.what) != 0 || fiber.bytes != first.bytes) {
       throw std::runtime_error(std::string("lanes of a warp meet at ") + first.what + " and at " +
                                fiber.what);
     }
-    std::memcpy(m.brought.data() + static_cast<size_t>(t - begin) * fiber.bytes, fiber.brought, fiber.bytes);
+    std::memcpy(brought.data() + static_cast<size_t>(t - begin) * fiber.bytes, fiber.brought, fiber.bytes);
     fiber.waits = Waits::kNothing;
   }
-  for (int t = begin; t < end; ++t) fiber_at(t).taken = m.brought;
+  if (first.combine != nullptr) first.combine(brought.data());
+  for (int t = begin; t < end; ++t) fiber_at(t).taken = brought.data();
 }
 
 void run_block(int threads, const Place& place, int64_t shared_bytes) {
@@ -182,15 +189,12 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = fiber_at(t);
     protect(fiber.stack, kStack, false);  // what the frames of the last block left
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {.ss_sp = fiber.stack, .ss_flags = 0, .ss_size = kStack};
-    fiber.context.uc_link = nullptr;
+    make_context(fiber.context, fiber.stack, kStack, &fiber_main);
     fiber.place = place;
     fiber.place.thread = t;
     fiber.waits = Waits::kNothing;
     fiber.copies.clear();
     fiber.uncommitted.clear();
-    makecontext(&fiber.context, &fiber_main, 0);
   }
   for (bool moved = true; moved;) {
     moved = false;
@@ -236,13 +240,14 @@ void* shared_memory() { return machine().shared; }
 
 void block_barrier() { to_scheduler(Waits::kBlock); }
 
-const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes) {
+const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes, Combine combine) {
   Fiber* self = machine().running;
   self->what = what;
+  self->combine = combine;
   self->brought = mine;
   self->bytes = bytes;
   to_scheduler(Waits::kWarp);
-  return self->taken.data();
+  return self->taken;
 }
 
 void start_copy(void* to, const void* from, size_t bytes, size_t filled) {

@@ -111,12 +111,13 @@ struct ConvTilePlan {
 ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
                              int shared_limit);
 
-// Elements of the weight as that kernel reads it, where its own strides will not do: (group, tap, output,
-// source), sources padded with zeros to 16 bytes.
+// Whether that kernel can read the weight where it lies; else a copy is made for it: (group, tap, output,
+// source), sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
 bool conv_reads_weight(Type type, const ConvSums& call);
-int64_t conv_packed_elements(Type type, const ConvSums& call);
-// Writes it, in the order of call.weight's taps, and points call.weight to it.
-void launch_conv_pack(Type type, ConvSums& call, void* packed, Stream stream);
+int64_t conv_packed_elements(Type type, const ConvSums& call, const int64_t (&kernel)[3]);
+// Writes the copy and returns how it is read.
+ConvWeight launch_conv_pack(Type type, const ConvSums& call, const int64_t (&kernel)[3], void* packed,
+                            Stream stream);
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
 

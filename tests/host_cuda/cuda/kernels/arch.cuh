@@ -85,39 +85,59 @@ template <bool kTransposed>
 PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
     throw LaunchError("a matrix row that is not aligned to 16 bytes");
-  const unsigned char* all = host_cuda::warp_exchange("ldmatrix", &row, sizeof(row));
-  const int line = lane_index() / 4, pair = lane_index() % 4 * 2;
-  for (int m = 0; m < 4; ++m) {
-    uint32_t both = 0;
-    for (int i = 0; i < 2; ++i) {
-      const int r = kTransposed ? pair + i : line, c = kTransposed ? line : pair + i;
-      const auto* from = static_cast<const uint16_t*>(brought<const void*>(all, 8 * m + r));
-      both |= static_cast<uint32_t>(from[c]) << (16 * i);
+  struct Mine {
+    const void* row;
+    uint32_t to[4];
+  } mine{row, {}};
+  const unsigned char* all = host_cuda::warp_exchange("ldmatrix", &mine, sizeof(mine), [](unsigned char* all) {
+    uint16_t rows[kWarp][8];
+    auto* lanes = reinterpret_cast<Mine*>(all);
+    for (int lane = 0; lane < kWarp; ++lane) std::memcpy(rows[lane], lanes[lane].row, 16);
+    for (int lane = 0; lane < kWarp; ++lane) {
+      const int line = lane / 4, pair = lane % 4 * 2;
+      for (int m = 0; m < 4; ++m) {
+        const uint16_t low = kTransposed ? rows[8 * m + pair][line] : rows[8 * m + line][pair];
+        const uint16_t high = kTransposed ? rows[8 * m + pair + 1][line] : rows[8 * m + line][pair + 1];
+        lanes[lane].to[m] = low | static_cast<uint32_t>(high) << 16;
+      }
     }
-    to[m] = both;
-  }
+  });
+  std::memcpy(to, brought<Mine>(all, lane_index()).to, sizeof(to));
 }
 
-// a (16 x k) times b (k x 8) is added to c (16 x 8): each sum exact in float64, rounded once.
+// a (16 x k) times b (k x 8) is added to c (16 x 8): each sum exact in float64, rounded once. Element turns a
+// register and the number of its part into a value.
 template <int kDepth, typename Element>
-PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                                         Element element) {
+PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Mine {
     uint32_t a[4], b[2];
-  } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  const unsigned char* all = host_cuda::warp_exchange("mma", &mine, sizeof(mine));
-  constexpr int kEach = kDepth / 8;  // numbers a register
-  const int row = lane_index() / 4, column = lane_index() % 4 * 2;
-  for (int i = 0; i < 4; ++i) {
-    const int m = row + i / 2 * 8, n = column + i % 2;
-    double sum = c[i];
-    for (int k = 0; k < kDepth; ++k) {
-      const int lane = k / kEach % 4, part = k % kEach, half = k / (4 * kEach);
-      const Mine left = brought<Mine>(all, m % 8 * 4 + lane), right = brought<Mine>(all, n * 4 + lane);
-      sum += element(left.a[m / 8 + 2 * half], part) * element(right.b[half], part);
+    float c[4];
+  } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}};
+  const unsigned char* all = host_cuda::warp_exchange("mma", &mine, sizeof(mine), [](unsigned char* all) {
+    constexpr int kEach = kDepth / 8;  // numbers a register
+    auto* lanes = reinterpret_cast<Mine*>(all);
+    float left[16][kDepth], right[8][kDepth];
+    for (int lane = 0; lane < kWarp; ++lane) {
+      for (int part = 0; part < kEach; ++part) {
+        for (int half = 0; half < 2; ++half) {
+          const int k = half * 4 * kEach + lane % 4 * kEach + part;
+          left[lane / 4][k] = Element()(lanes[lane].a[2 * half], part);
+          left[lane / 4 + 8][k] = Element()(lanes[lane].a[1 + 2 * half], part);
+          right[lane / 4][k] = Element()(lanes[lane].b[half], part);
+        }
+      }
     }
-    c[i] = static_cast<float>(sum);
-  }
+    for (int lane = 0; lane < kWarp; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const float* row = left[lane / 4 + i / 2 * 8];
+        const float* column = right[lane % 4 * 2 + i % 2];
+        double sum = lanes[lane].c[i];
+        for (int k = 0; k < kDepth; ++k) sum += static_cast<double>(row[k]) * column[k];
+        lanes[lane].c[i] = static_cast<float>(sum);
+      }
+    }
+  });
+  std::memcpy(c, brought<Mine>(all, lane_index()).c, sizeof(c));
 }
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
@@ -156,24 +176,25 @@ PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return std::fma
 PATCHCONV_DEVICE float square_root(float x) { return std::sqrt(x); }
 PATCHCONV_DEVICE float exponential(float x) { return std::exp(x); }
 
-PATCHCONV_DEVICE void multiply_matrices(Half, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_fragments<16>(c, a, b, [](uint32_t both, int part) {
-    return static_cast<double>(to_float(Half{static_cast<uint16_t>(both >> (16 * part))}));
-  });
-}
-PATCHCONV_DEVICE void multiply_matrices(BFloat16, float (&c)[4], const uint32_t (&a)[4],
-                                        const uint32_t (&b)[2]) {
-  multiply_fragments<16>(c, a, b, [](uint32_t both, int part) {
-    return static_cast<double>(to_float(BFloat16{static_cast<uint16_t>(both >> (16 * part))}));
-  });
-}
+template <typename T>
+struct PartOf {
+  float operator()(uint32_t both, int part) const {
+    return to_float(T{static_cast<uint16_t>(both >> (16 * part))});
+  }
+};
 // The unit reads the upper 19 bits.
-PATCHCONV_DEVICE void multiply_matrices(float, float (&c)[4], const uint32_t (&a)[4],
-                                        const uint32_t (&b)[2]) {
-  multiply_fragments<8>(c, a, b, [](uint32_t bits, int) {
-    return static_cast<double>(std::bit_cast<float>(bits & 0xffffe000u));
-  });
-}
+struct UpperBits {
+  float operator()(uint32_t bits, int) const { return std::bit_cast<float>(bits & 0xffffe000u); }
+};
+#define PATCHCONV_MMA(TYPE, DEPTH, ELEMENT)                                                               \
+  PATCHCONV_DEVICE void multiply_matrices(TYPE, float (&c)[4], const uint32_t (&a)[4],                    \
+                                          const uint32_t (&b)[2]) {                                       \
+    multiply_fragments<DEPTH, ELEMENT>(c, a, b);                                                          \
+  }
+PATCHCONV_MMA(Half, 16, PartOf<Half>)
+PATCHCONV_MMA(BFloat16, 16, PartOf<BFloat16>)
+PATCHCONV_MMA(float, 8, UpperBits)
+#undef PATCHCONV_MMA
 PATCHCONV_DEVICE uint32_t to_tf32(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   if (x != x || x - x != 0) return bits;  // not a number, infinite

@@ -1,0 +1,69 @@
+// A tile of the source and its halo in shared memory: 64 bytes of channels a place, in four pieces of 16
+// bytes. Which piece lies where is turned by the place, so that 8 neighbours' pieces of one number, which a
+// matrix load reads at once, lie in different banks.
+#pragma once
+
+#include "cuda/kernels/conv_values.cuh"
+
+namespace patchconv::kernels {
+
+constexpr int kChunkPieces = 4;
+constexpr int kChunkBytes = 16 * kChunkPieces;
+template <typename T>
+constexpr int kPieceOf = 16 / sizeof(T);  // channels
+template <typename T>
+constexpr int kChunkOf = kChunkPieces * kPieceOf<T>;
+
+// Bytes from the tile's beginning.
+PATCHCONV_DEVICE int piece_at(int place, int piece) {
+  return place * kChunkBytes + ((piece ^ (place >> 1 & 3)) << 4);
+}
+
+// Where a tile lies in the source.
+struct Halo {
+  int64_t base = 0;   // offset of its image, slice and first channel
+  int channels = 0;   // from there on in the group; none where the slice is padding
+  int row = 0, column = 0;  // coordinates of its first place
+};
+
+PATCHCONV_DEVICE int last_of(const ConvLine& line) { return static_cast<int>(line.last()); }
+
+// The coordinate that a value comes from; negative for zero.
+PATCHCONV_DEVICE int source_of(PaddingMode mode, const ConvLine& line, int coordinate) {
+  return coordinate > last_of(line) ? -1 : source_index(mode, coordinate, static_cast<int>(line.source));
+}
+
+// Offset of a place's channel `channel` from the halo's base on, negative for zeros.
+PATCHCONV_DEVICE int64_t halo_offset(const ConvSums& call, const Halo& halo, int y, int x, int channel) {
+  const int iy = source_of(call.mode, call.lines[1], halo.row + y);
+  const int ix = source_of(call.mode, call.lines[2], halo.column + x);
+  if (iy < 0 || ix < 0 || channel >= halo.channels) return -1;
+  return halo.base + iy * call.source.place[1] + ix * call.source.place[2] + channel * call.source.channel;
+}
+
+// A piece by its elements, as they count.
+template <typename T>
+PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, int64_t offset, int channels) {
+  Vec<T, kPieceOf<T>> piece;
+#pragma unroll
+  for (int i = 0; i < kPieceOf<T>; ++i) {
+    const int64_t at = offset + i * source.channel;
+    const bool there = offset >= 0 && i < channels && (source.bits == nullptr || bit_at(source.bits, at));
+    piece.at[i] = there ? static_cast<const T*>(source.data)[at] : from_float<T>(0);
+  }
+  return piece;
+}
+
+// Zeros in a piece of channels that lie together, where their bits say so.
+template <typename T>
+PATCHCONV_DEVICE void mask_piece(void* shared, const uint8_t* bits, int64_t offset) {
+  auto piece = load_whole<Vec<T, kPieceOf<T>>>(shared);
+  const uint32_t mine = bits[offset / 8] >> (offset % 8);
+#pragma unroll
+  for (int i = 0; i < kPieceOf<T>; ++i) {
+    if (!(mine >> i & 1)) piece.at[i] = from_float<T>(0);
+  }
+  store_whole(shared, piece);
+}
+
+}  // namespace patchconv::kernels

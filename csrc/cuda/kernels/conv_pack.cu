@@ -1,0 +1,68 @@
+// A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources a tap,
+// rows padded with zeros to 16 bytes. The one transient tensor of that kernel, of the weight's size.
+#include "cuda/kernels/conv_values.cuh"
+#include "cuda/kernels/launch.cuh"
+
+namespace patchconv::kernels {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Packed {
+  int64_t sizes[5];  // group, slice, row, column of taps; output
+  int sources, padded;
+  ConvWeight from;
+};
+
+// Budget: 40 registers, 0 bytes of shared memory.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) conv_pack_kernel(Packed packed, int64_t total, T* to) {
+  const int64_t index = block_x() * kThreads + thread_index();
+  if (index >= total) return;
+  const int64_t c = index % packed.padded;
+  int64_t rest = index / packed.padded, place[5];
+#pragma unroll
+  for (int d = 4; d >= 0; --d) {
+    place[d] = rest % packed.sizes[d];
+    rest /= packed.sizes[d];
+  }
+  const ConvWeight& from = packed.from;
+  const int64_t offset = place[0] * from.group + place[1] * from.tap[0] + place[2] * from.tap[1] +
+                         place[3] * from.tap[2] + place[4] * from.output + c * from.source;
+  to[index] = c < packed.sources ? static_cast<const T*>(from.data)[offset] : from_float<T>(0);
+}
+
+int padded(Type type, int sources) {
+  const int piece = type == Type::kFloat ? 4 : 8;
+  return (sources + piece - 1) / piece * piece;
+}
+
+}  // namespace
+
+int64_t conv_packed_elements(Type type, const ConvSums& call, const int64_t (&kernel)[3]) {
+  return int64_t{call.groups} * kernel[0] * kernel[1] * kernel[2] * call.outputs *
+         padded(type, call.sources);
+}
+
+ConvWeight launch_conv_pack(Type type, const ConvSums& call, const int64_t (&kernel)[3], void* packed,
+                            Stream stream) {
+  const Packed form{{call.groups, kernel[0], kernel[1], kernel[2], call.outputs},
+                    call.sources,
+                    padded(type, call.sources),
+                    call.weight};
+  const int64_t total = conv_packed_elements(type, call, kernel);
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    launch(conv_pack_kernel<T>, {(total + kThreads - 1) / kThreads}, kThreads, 0, stream, form, total,
+           static_cast<T*>(packed));
+  });
+  const int64_t matrix = int64_t{call.outputs} * form.padded;
+  return {packed,
+          kernel[0] * kernel[1] * kernel[2] * matrix,
+          form.padded,
+          1,
+          {kernel[1] * kernel[2] * matrix, kernel[2] * matrix, matrix}};
+}
+
+}  // namespace patchconv::kernels

@@ -1,0 +1,103 @@
+"""The halo kernel on the CPU executor, against the float64 oracle."""
+
+from __future__ import annotations
+
+import random
+
+import conv_kernels
+import kernels
+import pytest
+import torch
+from conv_kernels import MODES, Case, Problem
+from test_conv_kernels import problem
+
+# float32 in three tf32 products, and in one.
+KINDS = {
+    "float16": (torch.float16, False, 1.5e-3), "bfloat16": (torch.bfloat16, False, 1.2e-2),
+    "tf32": (torch.float32, False, 2e-3), "strict": (torch.float32, True, 1e-6),
+}  # fmt: skip
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def check(cases: list[Case], bound: float) -> None:
+    for c, found in zip(cases, kernels.run([c.call("conv_tiles") for c in cases]), strict=True):
+        got = c.result(found)
+        assert conv_kernels.error(got, c.expected()) < bound, c
+        if c.bits is not None:
+            assert torch.equal(found[7], conv_kernels.bits_of(got > 0)), c
+
+
+@KIND
+@pytest.mark.parametrize("mode", MODES)
+def test_random_problems(mode, kind):
+    dtype, strict, bound = KINDS[kind]
+    choose = random.Random(f"{mode}{kind}")
+    torch.manual_seed(choose.randint(0, 999))
+    cases = []
+    for number in range(8):
+        pass_ = "big" if mode == "zeros" and number % 2 else "small"
+        p = problem(choose, number % 3 + 1, mode)
+        layout, more = choose.choice(["NCHW", "NHWC", "sliced"]), {}
+        read, shape = (p.small_shape, p.big_shape) if pass_ == "big" else (p.big_shape, p.small_shape)
+        if layout != "sliced" and number % 3 == 0:
+            more["keep"] = conv_kernels.filled(read, torch.float32, layout) > 0
+        if number % 2 == 0:
+            more |= {
+                "scale": torch.rand(shape[1]) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
+                "residual": conv_kernels.filled(shape, dtype, layout), "relu": True,
+            }  # fmt: skip
+        content = choose.choice(["noise", "steps", "ramp"])
+        cases.append(conv_kernels.case(p, pass_, dtype, layout, content, strict=strict, **more))
+    check(cases, bound)
+
+
+@KIND
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_several_chunks_tiles_and_outputs(layout, kind):
+    """More channels than a chunk, more outputs than a warp's and a block's, more rows and columns than a tile."""
+    dtype, strict, bound = KINDS[kind]
+    chunk = 16 if dtype == torch.float32 else 32
+    torch.manual_seed(3)
+    cases = []
+    for p in [
+        Problem((12, 40), (3, 3), 2 * chunk + 8, 72, padding=((1, 1), (1, 1))),
+        Problem((9, 16), (1, 1), 3 * chunk, 136),
+        Problem((18, 34), (3, 2), chunk, 8, groups=2, stride=(2, 2), padding=((1, 0), (1, 1))),
+    ]:
+        shape = p.small_shape
+        more = {"keep": conv_kernels.filled(p.big_shape, torch.float32, layout) > 0} if p.groups == 1 else {}
+        if layout == "NHWC" or shape[-1] % 8 == 0:
+            more |= {"relu": True, "bits": torch.full((torch.Size(shape).numel() // 8,), 0xEE, dtype=torch.uint8)}
+        cases.append(conv_kernels.case(p, "small", dtype, layout, strict=strict, **more))
+    check(cases, bound)
+
+
+def test_tiles_that_only_just_fit():
+    """One halo tile instead of two, rows of taps in several tiles, and columns far apart."""
+    torch.manual_seed(5)
+    problems = [
+        Problem((20, 20), (3, 3), 40, 8, stride=(2, 2), padding=((1, 1), (1, 1))),
+        Problem((40, 40), (7, 7), 8, 8, dilation=(5, 5), padding=((15, 15), (15, 15))),
+        Problem((9, 9), (7, 7), 40, 8, padding=((3, 3), (3, 3))),
+    ]
+    for layout in ("NCHW", "NHWC"):
+        check([conv_kernels.case(p, "small", torch.float16, layout) for p in problems], 1.5e-3)
+        check([conv_kernels.case(p, "big", torch.float16, layout) for p in problems[:3]], 1.5e-3)
+
+
+@pytest.mark.parametrize("pass_", ["small", "big"])
+def test_parts_have_the_bits_of_the_whole(pass_):
+    torch.manual_seed(7)
+    p = Problem((21, 37), (3, 5), 24, 10, stride=(2, 1), padding=((1, 1), (2, 2)))
+    height, width = p.shape(pass_)[2:]
+    whole = conv_kernels.case(p, pass_, torch.bfloat16, "NHWC")
+    parts = [
+        Case(p, pass_, whole.big, whole.small, whole.weight, ranges=ranges)
+        for ranges in [((0, 3), (0, width)), ((3, height), (0, 10)), ((3, height), (10, width))]
+    ]
+    found = [c.result(f) for c, f in zip([whole, *parts], kernels.run([c.call("conv_tiles") for c in [whole, *parts]]), strict=True)]
+    joined = torch.full_like(found[0], -777)
+    for c, got in zip(parts, found[1:], strict=True):
+        place = (..., *(slice(*r) for r in c.ranges))
+        joined[place] = got[place]
+    assert torch.equal(joined, found[0])
