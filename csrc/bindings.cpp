@@ -46,7 +46,8 @@ py::dict path_dict(const patchconv::PathRecord& record) {
   py::dict d;
   d["op"] = record.op;
   d["pass"] = record.pass;
-  d["path"] = record.tiled ? "tiled" : "stock";
+  d["path"] = record.kernel != nullptr ? "native" : record.tiled ? "tiled" : "stock";
+  d["kernel"] = record.kernel != nullptr ? py::object(py::str(record.kernel)) : py::none();
   d["tiles"] = std::vector<int64_t>(record.pieces.begin(), record.pieces.begin() + record.dims);
   d["batch_step"] = record.batch_step;
   d["count"] = record.tiles;
@@ -65,7 +66,8 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
       {input, weight, stride, padding, output_padding, dilation, groups, transposed, padding_mode, splits,
        input_stride, weight_stride, dtype, weight_dtype, device, pass});
   py::dict d;
-  d["path"] = e.plan.tiled ? "tiled" : "stock";
+  d["path"] = e.kernel ? "native" : e.plan.tiled ? "tiled" : "stock";
+  d["kernel"] = e.kernel ? py::object(py::str(e.kernel.name)) : py::none();
   d["tiles"] = e.tiles;
   d["batch_step"] = e.plan.batch_step;
   d["halo_percent"] = e.plan.halo_percent;

@@ -33,6 +33,19 @@ TORCH_LIBRARY(patchconv, m) {
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
 
+  // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: with ReLU's bits.
+#define PATCHCONV_FUSED                                                                                    \
+  "Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, " \
+  "int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str padding_mode=\"zeros\", " \
+  "int[1]? splits=None"
+  m.def("conv2d_fused(" PATCHCONV_FUSED ") -> Tensor");
+  m.def("_conv2d_fused(" PATCHCONV_FUSED ", bool mask) -> (Tensor, Tensor)");
+#undef PATCHCONV_FUSED
+  m.def(
+      "_conv2d_masked_backward(Tensor grad_output, Tensor bits, Tensor? input, Tensor? weight, SymInt[] "
+      "input_size, SymInt[] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups, *, str "
+      "padding_mode=\"zeros\", int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // Activations, as torch's own. The _mask operators are described in core/mask.h and ops/activation.h.
   m.def("relu(Tensor input) -> Tensor");
   m.def("relu_(Tensor(a!) input) -> Tensor(a!)");

@@ -24,7 +24,9 @@ class Explanation:
     operator: str
     """"conv2d", ..."""
     path: str
-    """"stock": one call of the stock operator; "tiled"."""
+    """"stock": one call of the stock operator; "tiled"; "native": a kernel of this project's."""
+    kernel: str | None
+    """Of "native": its name."""
     tiles: tuple[int, ...]
     """Pieces a spatial dimension."""
     batch_step: int
@@ -43,6 +45,11 @@ class Explanation:
         name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
         if self.path == "stock":
             rows = [name, "  path       stock (one call)", f"  workspace  {_bytes(self.workspace_bytes)}"]
+            return "\n".join([*rows, f"  why        {self.reason}"])
+        if self.path == "native":
+            pieces = "" if max(self.tiles) == 1 else f", in {' x '.join(map(str, self.tiles))} pieces"
+            rows = [name, f"  path       native: {self.kernel}{pieces}"]
+            rows += [f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})"]
             return "\n".join([*rows, f"  why        {self.reason}"])
         return "\n".join(
             [
@@ -143,6 +150,7 @@ def explain(
     return Explanation(
         operator=f"conv{'_transpose' if transposed else ''}{dims}d",
         path=plan["path"],
+        kernel=plan["kernel"],
         tiles=tuple(plan["tiles"]),
         batch_step=plan["batch_step"],
         halo_percent=plan["halo_percent"],

@@ -72,7 +72,7 @@ def whole(value: Any) -> Any:
 
 
 def _expected(name: str, argument: str) -> str:
-    dims = int(name[-2])
+    dims = int(name.split("d")[0][-1])  # conv_transpose2d, conv2d_fused
     ints = f"an int or a sequence of {dims} int{'s' if dims > 1 else ''}"
     if argument == "groups":
         return "an int"
@@ -108,11 +108,13 @@ def _converted(name: str, argument: str, value: Any) -> Any:
 def _check_tensor(name: str, argument: str, value: Any) -> None:
     # torch.ops takes None for an undefined tensor. What has __torch_function__ (torch.fx.Proxy) stands for a tensor.
     if not isinstance(value, Tensor) and not hasattr(type(value), "__torch_function__"):
-        expected = "a Tensor or None" if argument == "bias" else "a Tensor"
+        expected = "a Tensor" if argument in ("input", "weight") else "a Tensor or None"
         raise TypeError(f"{name}: expected {argument} to be {expected}, got {type(value).__name__}")
 
 
-def _by_schema(name: str, input: Any, weight: Any, bias: Any, **arguments: Any) -> Tensor:
+def _by_schema(
+    name: str, input: Any, weight: Any, bias: Any, parts: dict[str, Any] | None = None, **arguments: Any
+) -> Tensor:
     """The call through torch.ops, for what the short way does not serve or has refused: mended, or a named error."""
     if not torch.compiler.is_compiling():
         _check_tensor(name, "input", input)
@@ -124,7 +126,7 @@ def _by_schema(name: str, input: Any, weight: Any, bias: Any, **arguments: Any) 
         arguments = {argument: _converted(name, argument, arguments[argument]) for argument in order}
     # Lists, since a compiler may have made a number symbolic.
     lists = {argument: value if argument == "groups" else _list(value) for argument, value in arguments.items()}
-    return getattr(_ops, name)(input, weight, bias, **lists)
+    return getattr(_ops, name)(input, weight, bias, **lists, **(parts or {}))
 
 
 def conv(
@@ -267,6 +269,41 @@ def conv2d(
     """
     padding = _pads("conv2d", padding, weight, stride, dilation)
     return conv(2, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
+
+
+def conv2d_fused(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Ints = 1,
+    padding: str | Ints = 0,
+    dilation: Ints = 1,
+    groups: int = 1,
+    *,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    padding_mode: str = "zeros",
+    splits: Splits = None,
+) -> Tensor:
+    """conv2d(input, weight) * scale + bias + residual, and relu of that: each part where it is given.
+
+    scale (K) with bias is a batch norm with constant statistics, residual (N, K, P, Q) what a block adds. Under
+    `backend("native")` on CUDA the result is rounded and written once; elsewhere the parts follow in place. With relu
+    and without scale, gradients keep what the convolution keeps and 1 bit an element (nothing where the output is kept
+    by who uses it); with scale or without relu, what the parts keep.
+    """
+    padding = _pads("conv2d_fused", padding, weight, stride, dilation)
+    if not isinstance(relu, bool):
+        raise TypeError(f"conv2d_fused: expected relu to be a bool, got {shown(relu)} ({type(relu).__name__})")
+    if not torch.compiler.is_compiling():
+        for argument, part in (("scale", scale), ("residual", residual)):
+            if part is not None:
+                _check_tensor("conv2d_fused", argument, part)
+    return _by_schema(
+        "conv2d_fused", input, weight, bias, {"scale": scale, "residual": residual, "relu": relu}, stride=stride,
+        padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, splits=splits,
+    )  # fmt: skip
 
 
 def conv3d(

@@ -145,7 +145,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
     const bool has_bias = bias.has_value() && bias->defined();
-    OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1);
+    OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
+                                   static_cast<int64_t>(backend()) << 2);
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
   }
@@ -154,6 +155,7 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     variable_list result(4);
     if (!grads[0].defined()) return result;
     const OwnedSpec owned(ctx);
+    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 2));
     const auto saved = ctx->get_saved_variables();
     const auto mask = wanted(ctx, {true, true, (owned.flags & 1) != 0});
     const Tensor input = mask[1] && (owned.flags & 2) != 0 ? linked_value(ctx) : saved[0];

@@ -43,6 +43,7 @@ struct PathRecord {
   const char* op = "";    // "conv2d"
   const char* pass = "";  // "fprop", "dgrad" or "wgrad", in the operator's own terms
   bool tiled = false;     // false: one call of the stock operator
+  const char* kernel = nullptr;  // the project's own that ran instead: then one a tile
   int dims = 0;
   std::array<int64_t, 3> pieces = {1, 1, 1};
   int64_t batch_step = 0;

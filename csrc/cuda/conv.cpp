@@ -1,4 +1,5 @@
-// The CUDA part of the convolutions: row strips through cuDNN.
+// The CUDA part of the convolutions: row strips through cuDNN, or kernels of the project's own
+// (conv_native.h).
 //
 // cuDNN writes a channels_last strip straight into the result, which is the only full-size tensor; other
 // layouts take one strip of workspace. Work is queued on the current stream of the input's device; nothing
@@ -8,6 +9,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/accumulate.h>
 
+#include "cuda/conv_native.h"
 #include "ops/conv_rooms.h"
 #include "tiled/passes.h"
 
@@ -64,6 +66,22 @@ class CudaEngine : public ConvEngine {
                               context.allowTF32CuDNN());
     if (bias.has_value()) out.add_(bias->view({1, -1, 1, 1}));
     return true;
+  }
+
+  OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                       at::MemoryFormat format) const override {
+    return choose_own_kernel(problem, pass, dtype, format);
+  }
+  bool own_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
+    return own_kernel_writes_bits(problem, pass, target);
+  }
+  void own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
+    run_own_grid(problem, pass, source, bits, weight, epilogue, target);
+  }
+  Tensor own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                    const Tensor& bits) const override {
+    return run_own_weight(problem, big, small, bits);
   }
 };
 

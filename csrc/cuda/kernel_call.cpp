@@ -1,5 +1,6 @@
 #include "cuda/kernel_call.h"
 
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
@@ -24,6 +25,18 @@ kernels::Type kernel_type(const at::Tensor& tensor) {
 
 kernels::Stream current_stream(const at::Tensor& tensor) {
   return c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream();
+}
+
+DeviceLimits device_limits() {
+  if (c10::cuda::device_count() == 0) return {};
+  const int device = c10::cuda::current_device();
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    kernels::check(static_cast<int>(cudaDeviceGetAttribute(&value, which, device)));
+    return value;
+  };
+  return {attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMultiProcessorCount),
+          attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor)};
 }
 
 namespace kernels {

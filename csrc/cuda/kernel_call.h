@@ -18,4 +18,12 @@ inline bool native_kernel_for(const at::Tensor& tensor) {
 kernels::Type kernel_type(const at::Tensor& tensor);
 kernels::Stream current_stream(const at::Tensor& tensor);  // of the tensor's device
 
+// What the current device offers; where there is none, what every device that is served does.
+struct DeviceLimits {
+  int shared_bytes = 99 * 1024;  // of a block
+  int multiprocessors = 80;
+  int arch = 0;  // 90: compute capability 9.0
+};
+DeviceLimits device_limits();
+
 }  // namespace patchconv

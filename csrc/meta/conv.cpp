@@ -2,7 +2,7 @@
 // for.
 #include <ATen/ops/empty.h>
 
-#include "ops/conv_rooms.h"
+#include "ops/conv_fused.h"
 
 namespace patchconv {
 
@@ -54,7 +54,33 @@ struct MetaRoom {
   }
 };
 
+std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                 at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                                 int64_t groups, const OptionalTensor& scale, const OptionalTensor& residual,
+                                 bool relu, std::string_view padding_mode, at::OptionalIntArrayRef splits,
+                                 bool mask) {
+  const ConvSpec spec = conv_spec(2, stride, padding, dilation, groups, padding_mode, splits);
+  const ConvParams params = check_params(spec, "conv2d_fused");
+  const auto sizes = check_sizes<c10::SymInt>(params, input.sym_sizes(), weight.sym_sizes());
+  check_forward_tensors(params, input, weight, bias);
+  check_fused({scale, residual, relu}, input, sizes);
+  const Tensor y = result(spec, sizes, input, format_of(spec, input, weight));
+  const c10::SymInt bytes = mask && relu ? (y.sym_numel() + 7) / 8 : c10::SymInt(0);
+  return {y, at::empty_symint({bytes}, input.options().dtype(at::kByte))};
+}
+
+ConvGrads masked_backward(const Tensor& grad_output, const Tensor&, const OptionalTensor& input,
+                          const OptionalTensor& weight, c10::SymIntArrayRef input_size,
+                          c10::SymIntArrayRef weight_size, at::IntArrayRef stride, at::IntArrayRef padding,
+                          at::IntArrayRef dilation, int64_t groups, std::string_view padding_mode,
+                          at::OptionalIntArrayRef splits, std::array<bool, 3> output_mask) {
+  const ConvSpec spec = conv_spec(2, stride, padding, dilation, groups, padding_mode, splits);
+  return MetaRoom::backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
+}
+
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
+  m.impl("_conv2d_fused", &fused);
+  m.impl("_conv2d_masked_backward", &masked_backward);
   register_conv_forward<MetaRoom>(m);
   register_conv_backward<MetaRoom>(m);
 }

@@ -79,6 +79,19 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   result.plan = find_route(*engine, problem, pass, facts).plan;
   result.tiles.assign(result.plan.pieces.begin() + (problem.lifted ? 1 : 0), result.plan.pieces.end());
   result.reason = result.plan.explanation(workspace_limit());
+  result.kernel = engine->own_kernel(problem, pass, facts.dtype, facts.format);
+  if (result.kernel) {
+    result.tiles.assign(dims, 1);
+    if (!problem.splits.empty()) {
+      const int64_t first = problem.lifted ? 1 : 0;
+      result.tiles.assign(problem.splits.begin() + first, problem.splits.end());
+    }
+    result.plan.batch_step = problem.batch;
+    result.plan.tile_bytes = result.kernel.workspace;
+    result.plan.halo_percent = 0;
+    result.reason = backend() == Backend::kNative ? "backend 'native' asks for this project's kernels"
+                                                  : "this project's kernel was measured to be faster here";
+  }
   return result;
 }
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "core/plan.h"
+#include "tiled/conv.h"
 
 namespace patchconv {
 
@@ -26,6 +26,7 @@ struct ConvQuestion {
 
 struct ConvExplanation {
   TilePlan plan;
+  OwnKernel kernel;  // that is taken in place of stock operators
   std::vector<int64_t> tiles;  // per spatial dimension of the operator
   std::vector<int64_t> output_size;
   std::string reason;

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "ops/activation.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -23,9 +24,9 @@ Tensor allocate(at::IntArrayRef sizes, const Tensor& like, at::MemoryFormat form
   return at::empty(sizes, like.options().memory_format(format));
 }
 
-// One pass that writes a grid, along its plan, into a new tensor.
+// One pass that writes a grid, along its plan, into a new tensor. `bits`, of the source, only for own kernels.
 Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const Tensor& source,
-                    const Tensor& weight, const OptionalTensor& bias) {
+                    const Tensor& weight, const OptionalTensor& bias, const Tensor& bits = Tensor()) {
   const bool to_big = pass == ConvPass::kBig;
   const auto sizes = to_big ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
   const TensorFacts facts = tensor_facts(problem, source, weight);
@@ -34,6 +35,12 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
     if (bias.has_value() && bias->defined()) result.add_(bias_shaped(*bias, result.dim()));
     return result;
   }
+  if (engine.own_kernel(problem, pass, facts.dtype, facts.format)) {
+    const Tensor result = allocate(sizes, source, facts.format);
+    engine.own_grid(problem, pass, source, bits, weight, {bias}, result);
+    return result;
+  }
+  TORCH_INTERNAL_ASSERT(!bits.defined());
   const Route route = find_route(engine, problem, pass, facts);
   if (route.plan.tiled) {
     const Tensor result = allocate(sizes, source, facts.format);
@@ -57,6 +64,9 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
   recorder.finish();
   return result.contiguous(facts.format);
 }
+
+// A gradient with zeros where its bits say so.
+Tensor without(const Tensor& grad, const Tensor& bits) { return mask_backward(grad, bits, 1, 0); }
 
 }  // namespace
 
@@ -103,7 +113,7 @@ Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const Tensor
 ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Tensor& grad_output,
                         const OptionalTensor& input, const OptionalTensor& weight,
                         c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
-                        std::array<bool, 3> output_mask) {
+                        std::array<bool, 3> output_mask, const Tensor& bits) {
   ConvParams params = check_params(spec, spec.backward_name());
   check_backward_tensors(params, grad_output, input, weight, input_size, weight_size, output_mask);
   params.op = spec.name();
@@ -122,15 +132,27 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   const Tensor& small = spec.transposed ? in : grad;
   const bool empty = grad.numel() == 0 || c10::multiply_integers(batched_size) == 0;
 
+  const auto own = [&](bool wanted, ConvPass pass, const TensorFacts& facts) {
+    return wanted && !empty && engine.own_kernel(problem, pass, facts.dtype, facts.format);
+  };
+  const bool own_weight =
+      own(output_mask[1], ConvPass::kWeight, tensor_facts(problem, {in.defined() ? in : grad, grad}, w));
+  const bool own_input = own(output_mask[0], input_pass, tensor_facts(problem, grad, w));
+  if (bits.defined() &&
+      ((output_mask[0] && !own_input) || (output_mask[1] && !own_weight) || output_mask[2] || empty)) {
+    return conv_backward(engine, spec, without(grad_output, bits), input, weight, input_size, weight_size,
+                         output_mask);
+  }
+
   // The gradients that one stock call computes within the limit. It wants all tensors.
   std::array<bool, 3> together = {false, false, false};
   TilePlan weight_plan;
-  if (output_mask[1] && !empty) {
+  if (output_mask[1] && !empty && !own_weight) {
     weight_plan = plan_conv(engine, problem, ConvPass::kWeight, tensor_facts(problem, {in, grad}, w));
   }
   if (in.defined() && !empty) {
-    together[1] = output_mask[1] && !weight_plan.tiled;
-    together[0] = output_mask[0] && w.defined() &&
+    together[1] = output_mask[1] && !own_weight && !weight_plan.tiled;
+    together[0] = output_mask[0] && !own_input && w.defined() &&
                   !plan_conv(engine, problem, input_pass, tensor_facts(problem, grad, w)).tiled;
     together[2] = output_mask[2] && together[1];
   }
@@ -160,11 +182,13 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
     if (together[1] && problem.lifted) grad_weight = grad_weight.squeeze(2);
   }
   if (output_mask[0] && !together[0]) {
-    grad_input = lift.undo(compute_grid(engine, problem, input_pass, grad, w, std::nullopt));
+    grad_input = lift.undo(compute_grid(engine, problem, input_pass, grad, w, std::nullopt, bits));
   }
   if (output_mask[1] && !together[1]) {
     if (empty) {
       grad_weight = at::zeros(problem.weight_sizes(), grad.options());
+    } else if (own_weight) {
+      grad_weight = engine.own_weight(problem, big, small, bits);
     } else {
       grad_weight = tile_weight(engine, problem, weight_plan, big, small).to(grad.scalar_type());
     }

@@ -49,6 +49,7 @@ struct ConvProblem {
   };
   std::optional<Gather> gather;
 
+  bool unsplit() const;       // no splits, or one piece
   bool stock_serves() const;  // in one call without a padded copy: zero padding, the same before and after
   std::vector<int64_t> big_sizes(int64_t batch_size) const;
   std::vector<int64_t> small_sizes(int64_t batch_size) const;
@@ -78,6 +79,24 @@ struct Region {
 
   std::vector<int64_t> sizes(int64_t channels) const;
   at::Tensor view(const at::Tensor& tensor) const;  // of a region that lies inside
+};
+
+// What becomes of the sums of a pass before they are written: relu(sums * scale + bias + residual), each part
+// where it is given.
+struct Epilogue {
+  std::optional<at::Tensor> bias;      // (channels)
+  std::optional<at::Tensor> scale;     // (channels), float32
+  std::optional<at::Tensor> residual;  // of the result's shape
+  bool relu = false;
+  at::Tensor bits;  // written, if defined: which elements ReLU let pass (core/mask.h)
+};
+
+// A kernel of the device's own that computes a pass, or a piece of it, in one go.
+struct OwnKernel {
+  const char* name = nullptr;  // nothing: stock operators are taken
+  int64_t workspace = 0;       // transient bytes, at most
+
+  explicit operator bool() const { return name != nullptr; }
 };
 
 // What a device brings to the loop. The base class does everything with stock operators on any device.
@@ -118,6 +137,20 @@ class ConvEngine {
                          at::IntArrayRef padding, const at::Tensor& sum) const;
   // Whether a transposed convolution of stride 1 is better computed as a convolution.
   virtual bool prefers_convolution() const;
+
+  // The device's own kernels, if one is to be taken; `format` is that of what is written.
+  virtual OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                               at::MemoryFormat format) const;
+  // Whether own_grid() can write the bits of an epilogue to a grid of this form.
+  virtual bool own_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target) const;
+  // Writes the grid that `pass` computes. `bits`, if defined, are of the source's memory: elements of which
+  // they say no count as zero. Cut where the problem asks for it, to the same bits.
+  virtual void own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
+                        const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
+                        const at::Tensor& target) const;
+  // The weight's gradient; `bits` are of what came back through the operator's output.
+  virtual at::Tensor own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                                const at::Tensor& bits) const;
 };
 
 // Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.
@@ -144,9 +177,10 @@ at::Tensor weight_stand_in(const ConvProblem& problem, const at::Tensor& like);
 // Whole operators: tensors as the dispatcher hands them over (unbatched, 1-D, any strides).
 at::Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& input,
                         const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+// `bits`, if defined, are of grad_output's memory, which is dense: what they say no to counts as zero.
 ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& grad_output,
                         const std::optional<at::Tensor>& input, const std::optional<at::Tensor>& weight,
                         c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
-                        std::array<bool, 3> output_mask);
+                        std::array<bool, 3> output_mask, const at::Tensor& bits = at::Tensor());
 
 }  // namespace patchconv

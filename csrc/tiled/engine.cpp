@@ -25,6 +25,10 @@ Tensor Region::view(const Tensor& tensor) const {
   return part;
 }
 
+bool ConvProblem::unsplit() const {
+  return std::all_of(splits.begin(), splits.end(), [](int64_t pieces) { return pieces <= 1; });
+}
+
 bool ConvProblem::stock_serves() const {
   // An output padding of a stride or more makes stock's convolution find more outputs than there were inputs.
   return !tiles_only && mode == PaddingMode::kZeros &&
@@ -163,6 +167,21 @@ void ConvEngine::correlate(const Tensor& big, const Tensor& small, const ConvPro
 }
 
 bool ConvEngine::prefers_convolution() const { return false; }
+
+OwnKernel ConvEngine::own_kernel(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
+  return {};
+}
+
+bool ConvEngine::own_bits(const ConvProblem&, ConvPass, const Tensor&) const { return false; }
+
+void ConvEngine::own_grid(const ConvProblem&, ConvPass, const Tensor&, const Tensor&, const Tensor&,
+                          const Epilogue&, const Tensor&) const {
+  TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
+}
+
+Tensor ConvEngine::own_weight(const ConvProblem&, const Tensor&, const Tensor&, const Tensor&) const {
+  TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
+}
 
 Tensor weight_stand_in(const ConvProblem& problem, const Tensor& like) {
   return at::empty(problem.weight_sizes(), like.options());

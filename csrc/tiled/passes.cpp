@@ -189,10 +189,12 @@ Tensor bias_shaped(const Tensor& bias, int64_t dimensions) {
   return bias.view(shape);
 }
 
-PathRecorder::PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan) {
+PathRecorder::PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
+                           const char* kernel) {
   record_.op = problem.op;
   record_.pass = pass_name(problem, pass);
   record_.tiled = plan.tiled;
+  record_.kernel = kernel;
   record_.batch_step = plan.batch_step;
   const size_t first = problem.lifted ? 1 : 0;
   record_.dims = static_cast<int>(plan.pieces.size() - first);

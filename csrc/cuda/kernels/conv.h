@@ -111,6 +111,8 @@ struct ConvTilePlan {
 ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
                              int shared_limit);
 
+bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call);
+
 // Whether that kernel can read the weight where it lies; else a copy is made for it: (group, tap, output,
 // source), sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
 bool conv_reads_weight(Type type, const ConvSums& call);

@@ -430,6 +430,7 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
     if (line.source >= 1 << 30 || line.count >= 1 << 30 || line.last() >= 1 << 30) return best;
     if (line.step >= 1 << 15 || line.distance >= 1 << 15 || line.first <= -(1 << 30)) return best;
   }
+  strict = strict && type == Type::kFloat;
   const bool is_wide = wide(strict, outputs);
   const int weights = kStages * (is_wide ? Wide::kStageOfWeights : Narrow::kStageOfWeights);
   const int warps = is_wide || strict ? 8 : 4;
@@ -467,6 +468,11 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
     }
   }
   return best;
+}
+
+bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call) {
+  const int outputs = wide(strict && type == Type::kFloat, call.outputs) ? Wide::kOutputs : Narrow::kOutputs;
+  return call.groups * round_up(call.outputs, outputs) <= kMostBlocksDown;
 }
 
 bool conv_reads_weight(Type type, const ConvSums& call) {

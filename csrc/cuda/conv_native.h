@@ -1,0 +1,19 @@
+// Passes of convolutions by the project's own kernels: which one serves, and its launches.
+#pragma once
+
+#include "tiled/conv.h"
+
+namespace patchconv {
+
+// None where backend() does not ask for them.
+OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                            at::MemoryFormat format);
+bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target);
+
+// As ConvEngine::own_grid() and own_weight(), of tensors on the current device.
+void run_own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source, const at::Tensor& bits,
+                  const at::Tensor& weight, const Epilogue& epilogue, const at::Tensor& target);
+at::Tensor run_own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                          const at::Tensor& bits);
+
+}  // namespace patchconv
