@@ -119,10 +119,23 @@ void plain(const Case& c) {
   problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
 }
 
+void check_served(bool served) {
+  if (!served) throw LaunchError("not served");
+}
+
+void depthwise(const Case& c) {
+  const Problem problem(c);
+  problem.each_line([&](const auto&, const ConvSums& call) {
+    check_served(conv_depthwise_serves(c.type, call, kSharedLimit));
+    launch_conv_depthwise(c.type, call, nullptr);
+  });
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
+      {"conv_depthwise", depthwise},
       {"conv_plain", plain},
   };
   return kernels;
