@@ -125,6 +125,13 @@ void check_served(bool served) {
 
 void depthwise(const Case& c) {
   const Problem problem(c);
+  if (problem.pass() == 2) {
+    const ConvProducts call = problem.products();
+    const int64_t floats = conv_depthwise_weight_workspace(c.type, call);
+    check_served(floats >= 0);
+    const Floats workspace(floats, c);
+    return launch_conv_depthwise_weight(c.type, call, workspace.data, nullptr);
+  }
   problem.each_line([&](const auto&, const ConvSums& call) {
     check_served(conv_depthwise_serves(c.type, call, kSharedLimit));
     launch_conv_depthwise(c.type, call, nullptr);

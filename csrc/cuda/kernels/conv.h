@@ -141,7 +141,7 @@ void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, cons
 
 bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
 void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
-// Its weight's gradient; workspace in floats.
+// Its weight's gradient; workspace in floats, -1 where it is not served.
 int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call);
 void launch_conv_depthwise_weight(Type type, const ConvProducts& call, float* workspace, Stream stream);
 

@@ -168,12 +168,9 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       piece.at[i] = from_float<T>(sums[a][i]);
-      if (!epilogue.relu) continue;
-      if (passes(to_float(piece.at[i]))) {
-        bits |= 1u << i;
-      } else {
-        piece.at[i] = from_float<T>(0);
-      }
+      const bool passed = passes(to_float(piece.at[i]));
+      bits |= static_cast<uint32_t>(passed) << i;
+      if (epilogue.relu && !passed) piece.at[i] = from_float<T>(0);
     }
     if (tile.whole) {
       if (inside) store_whole(target, piece);

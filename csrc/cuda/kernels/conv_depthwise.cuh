@@ -152,7 +152,7 @@ PATCHCONV_DEVICE void load_tile(T* to, const HaloTile& tile, const HaloPlace& pl
   } else {
     const int units = tile.whole ? tile.width / kPiece<T> : tile.width;
     const int across = 1 << tile.across_log2;
-    const int64_t first = place.column - columns_before<T, kTogether>(tile, place.column);
+    const int before = columns_before<T, kTogether>(tile, place.column);
     for (int line = thread_index() >> tile.across_log2; line < tile.rows.length << tile.channels_log2;
          line += threads >> tile.across_log2) {
       const int c = line / tile.rows.length;
@@ -161,13 +161,13 @@ PATCHCONV_DEVICE void load_tile(T* to, const HaloTile& tile, const HaloPlace& pl
       const int64_t row = channel_offset(channel + c) + iy * source.place[1];
       for (int unit = thread_index() & (across - 1); unit < units; unit += across) {
         T* const unit_to = to + line * tile.width + unit * each;
-        const int64_t at = first + unit * each;
+        const int64_t at = place.column - before + unit * each;
         if (tile.whole && iy >= 0 && at >= 0 && at < x.source) {
           put_piece(unit_to, source, row + at);
           continue;
         }
         for (int i = 0; i < each; ++i) {
-          const int64_t ix = source_at(mode, x, tile.columns, first, unit * each + i);
+          const int64_t ix = source_at(mode, x, tile.columns, place.column, unit * each + i - before);
           put_element(unit_to + i, source, iy < 0 || ix < 0 ? -1 : row + ix * source.place[2]);
         }
       }
@@ -182,8 +182,8 @@ PATCHCONV_DEVICE void load_values(float (&to)[kCount], const T* from) {
   for (int i = 0; i < kCount; ++i) to[i] = to_float(values.at[i]);
 }
 
-// sums[a] += factors[b * factor_step] * values[a * step + b * along] over b. Where a and b step alike (kSlides)
-// each value is read once.
+// sums[a] += factors[b * factor_step] * values[a * step + b * along] over b. Where a and b step alike
+// (kSlides) each value is read once.
 template <bool kSlides, int kSums, int kCount, typename T, typename F>
 PATCHCONV_DEVICE void sweep_by(float (&sums)[kSums][kCount], const T* values, int step, int along,
                                const F* factors, int factor_step, int count) {
