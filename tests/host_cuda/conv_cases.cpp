@@ -138,12 +138,23 @@ void depthwise(const Case& c) {
   });
 }
 
+void stem(const Case& c) {
+  const Problem problem(c);
+  problem.each_line([&](const auto&, const ConvSums& call) {
+    check_served(conv_stem_serves(c.type, call, kSharedLimit));
+    const int64_t elements = conv_stem_packed_elements(c.type, call);
+    const Floats packed(c.type == Type::kFloat ? elements : elements / 2, c);
+    launch_conv_stem(c.type, problem.strict(), call, packed.data, nullptr);
+  });
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
       {"conv_depthwise", depthwise},
       {"conv_plain", plain},
+      {"conv_stem", stem},
   };
   return kernels;
 }
