@@ -10,8 +10,10 @@ import kernels
 import pytest
 import torch
 from conv_kernels import MODES, Case, Problem
+from kernels import Memory
 
 KERNEL = "conv_depthwise"
+DTYPE = torch.float16
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOUND = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
@@ -126,6 +128,29 @@ def test_taps_far_apart(layout):
     c = conv_kernels.case(p, "small", torch.bfloat16, layout)
     (found,) = kernels.run([c.call(KERNEL)])
     assert conv_kernels.error(c.result(found), c.expected()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("pass_", ["small", "weight"])
+def test_past_two_to_the_31(pass_, layout):
+    """The last block alone, of tensors of 2^32 elements of which all but the last rows are zeros."""
+    channels, width, rows = (8 if layout == "NHWC" else 1), 32, 5
+    p = Problem((2**32 // channels // width + rows, width), (3, 1), 1, 1, channels, padding=((1, 1), (0, 0)))
+    strides = (1, width * channels, channels) if layout == "NHWC" else (p.size[0] * width, width, 1)
+    whole = torch.empty_strided(p.big_shape, (p.size[0] * width * channels, *strides), dtype=DTYPE, device="meta")
+    part = Problem((rows + 1, width), (3, 1), 1, 1, channels, padding=((1, 1), (0, 0)))
+    c = conv_kernels.case(part, pass_, DTYPE, layout)
+    c.small[:, :, 0] = 0  # needs what lies before
+    call = Case(p, pass_, whole, whole, c.weight).call(KERNEL, last_blocks=1)
+    for i, tensor in enumerate((c.big, c.small)):
+        call.buffers[i] = Memory(conv_kernels.storage(tensor), 0, whole.numel())
+    (found,) = kernels.run([call])
+    got, want = c.result(found), c.expected()
+    if pass_ == "small":
+        got, want = got[:, :, 1:, -16:], want[:, :, 1:, -16:]
+    else:
+        got, want = got.flatten()[-8:], want.flatten()[-8:]  # of the block that adds up parts
+    assert conv_kernels.error(got, want) < BOUND[DTYPE]
 
 
 def test_refusals():

@@ -34,8 +34,6 @@ struct Tile {
   constexpr int columns() const { return 1 << columns_log2; }
 };
 
-constexpr int64_t blocks_of(int64_t count, int log2) { return (count + (int64_t{1} << log2) - 1) >> log2; }
-
 // What a block does: its first channel, image and plane, and the number of its tile along rows and columns.
 struct Work {
   int channel;
@@ -94,6 +92,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
   const int pieces_log2 = tile.pieces_log2<T, kTogether>();
   const int threads = 1 << (pieces_log2 + tile.columns_log2 + tile.groups_log2);
   const Work work = work_of<kTogether>(call, tile);
+
   // This thread's channels, column and rows.
   int rest = thread_index(), mine = 0;
   if (kTogether) mine = (rest & ((1 << pieces_log2) - 1)) * kMine, rest >>= pieces_log2;
@@ -188,8 +187,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
   }
 }
 
-// Threads take pieces of channels, columns and groups of rows, each a power of two. All are at work, of which
-// as few outputs as possible lie outside.
+// Threads take pieces of channels, columns and groups of rows, a power of two of each: as many as there are,
+// and fewer where their tile would not leave room for other blocks.
 template <typename T, bool kTogether>
 Tile plan(const ConvSums& call) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
@@ -231,7 +230,6 @@ Tile plan(const ConvSums& call) {
   return tile;
 }
 
-// Whether the target's channels lie together, and how work is cut.
 bool together(const ConvSums& call) {
   return call.target.channel == 1 && int64_t{call.groups} * call.outputs > 1;
 }

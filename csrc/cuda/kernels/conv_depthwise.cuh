@@ -57,6 +57,9 @@ constexpr int log2_up(int64_t count) {
   return result;
 }
 
+// Blocks of 2^log2 that cover a count.
+constexpr int64_t blocks_of(int64_t count, int log2) { return (count + (int64_t{1} << log2) - 1) >> log2; }
+
 template <typename T>
 constexpr int kPiece = 16 / sizeof(T);
 

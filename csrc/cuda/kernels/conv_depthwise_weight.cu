@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
   for (int64_t number = part * tile.tiles / tile.parts; number < (part + 1) * tile.tiles / tile.parts;
        ++number) {
     rest = static_cast<uint32_t>(number);
-    const int64_t p = int64_t{next((x.count - 1 >> tile.columns_log2) + 1)} << tile.columns_log2;
-    const int64_t q = int64_t{next((y.count - 1 >> tile.rows_log2) + 1)} << tile.rows_log2;
+    const int64_t p = int64_t{next(blocks_of(x.count, tile.columns_log2))} << tile.columns_log2;
+    const int64_t q = int64_t{next(blocks_of(y.count, tile.rows_log2))} << tile.rows_log2;
     const int64_t plane = next(z.count), image = rest;
     const int64_t iz = source_index(call.mode, z.coordinate(plane, t), z.source);
     if (iz < 0) continue;
@@ -162,7 +162,7 @@ Tile plan(const ConvProducts& call) {
         halo_tile<T>(kTogether, channels_log2, y, x, rows, tile.tap_groups * kTaps, columns, big_whole);
     tile.small =
         halo_tile<T>(kTogether, channels_log2, ConvLine(), ConvLine(), rows, 1, columns, small_whole);
-    tile.chunks = (channels - 1 >> channels_log2) + 1;
+    tile.chunks = static_cast<int>(blocks_of(channels, channels_log2));
     tile.shared_bytes = (tile.big.elements() + tile.small.elements()) * static_cast<int64_t>(sizeof(T));
   };
   const int pieces = log2_up((channels + kCount<T, kTogether> - 1) / kCount<T, kTogether>);
@@ -173,8 +173,8 @@ Tile plan(const ConvProducts& call) {
     tile.pieces_log2() > 0 ? ++tile.columns_log2 : --tile.rows_log2;
     fill();
   }
-  tile.tiles = call.images * z.count * ((y.count - 1 >> tile.rows_log2) + 1) *
-               ((x.count - 1 >> tile.columns_log2) + 1);
+  tile.tiles =
+      call.images * z.count * blocks_of(y.count, tile.rows_log2) * blocks_of(x.count, tile.columns_log2);
   const int64_t blocks = int64_t{tile.chunks} * tile.slices * z.taps;
   const int64_t enough =
       std::max((kBlocksWanted + blocks - 1) / blocks, (tile.tiles + kMostTiles - 1) / kMostTiles);
