@@ -102,6 +102,17 @@ def test_weight_gradient_of_many_tiles(layout):
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_an_infinity_in_the_corner(layout):
+    """Only the last tap meets it: places beside the small grid count for nothing."""
+    p = Problem((9, 7), (2, 3), 1, 1, 8)
+    c = conv_kernels.case(p, "weight", torch.bfloat16, layout)
+    c.big[0, 3, -1, -1] = torch.inf
+    (found,) = kernels.run([c.call(KERNEL)])
+    got, expected = c.result(found), c.expected()
+    assert torch.equal(got.isfinite(), expected.isfinite()) and int(got.isfinite().logical_not().sum()) == 1
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("pass_", ["small", "big"])
 def test_a_part_of_the_outputs(pass_, layout):
     """Lines cut to a range write what they would have written, and nothing else."""
