@@ -111,6 +111,10 @@ struct Problem {
   }
 };
 
+void check_served(bool served) {
+  if (!served) throw LaunchError("not served");
+}
+
 void plain(const Case& c) {
   const Problem problem(c);
   if (problem.pass() == 2) return launch_conv_plain_weight(c.type, problem.products(), nullptr);
@@ -126,7 +130,8 @@ void tiles(const Case& c) {
   std::vector<char> packed;
   problem.each_line([&](const auto& whole, ConvSums call) {
     const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, kSharedLimit);
-    if (call.epilogue.bits != nullptr && !conv_writes_bits(call)) throw LaunchError("bits that nobody can write");
+    check_served(plan.buffers > 0);
+    check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
     if (!conv_reads_weight(c.type, call)) {
       const int64_t kernel[3] = {problem.dims[0].kernel, problem.dims[1].kernel, problem.dims[2].kernel};
       const int64_t bytes = conv_packed_elements(c.type, call, kernel) * (c.type == Type::kFloat ? 4 : 2);
@@ -137,12 +142,41 @@ void tiles(const Case& c) {
   });
 }
 
+void depthwise(const Case& c) {
+  const Problem problem(c);
+  if (problem.pass() == 2) {
+    const ConvProducts call = problem.products();
+    const int64_t floats = conv_depthwise_weight_workspace(c.type, call);
+    check_served(floats >= 0);
+    const Floats workspace(floats, c);
+    return launch_conv_depthwise_weight(c.type, call, workspace.data, nullptr);
+  }
+  problem.each_line([&](const auto&, const ConvSums& call) {
+    check_served(conv_depthwise_serves(c.type, call, kSharedLimit));
+    check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/true));
+    launch_conv_depthwise(c.type, call, nullptr);
+  });
+}
+
+void stem(const Case& c) {
+  const Problem problem(c);
+  problem.each_line([&](const auto&, const ConvSums& call) {
+    check_served(conv_stem_serves(c.type, call, kSharedLimit));
+    const int64_t elements = conv_stem_packed_elements(c.type, call);
+    check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
+    const Floats packed(c.type == Type::kFloat ? elements : elements / 2, c);
+    launch_conv_stem(c.type, problem.strict(), call, packed.data, nullptr);
+  });
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
+      {"conv_depthwise", depthwise},
       {"conv_plain", plain},
       {"conv_tiles", tiles},
+      {"conv_stem", stem},
   };
   return kernels;
 }

@@ -123,8 +123,9 @@ ConvWeight launch_conv_pack(Type type, const ConvSums& call, const int64_t (&ker
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
 
-// Whether kernels can write the epilogue's bits: bytes of them must belong to one thread.
-bool conv_writes_bits(const ConvSums& call);
+// Whether kernels can write the epilogue's bits to a dense target: bytes of them must belong to one thread.
+// The depthwise one's threads take channels of several groups.
+bool conv_writes_bits(const ConvSums& call, bool depthwise);
 
 // ---------------------------------------------------------------------------------------------------------
 // The weight's gradient by tensor cores: parts of the images a block, put together in order.
@@ -144,7 +145,7 @@ void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, cons
 
 bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
 void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
-// Its weight's gradient; workspace in floats.
+// Its weight's gradient; workspace in floats, -1 where it is not served.
 int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call);
 void launch_conv_depthwise_weight(Type type, const ConvProducts& call, float* workspace, Stream stream);
 

@@ -180,15 +180,6 @@ PATCHCONV_DEVICE void copy_weights(const ConvSums& call, const Tiling& tiling, c
   }
 }
 
-// A float as a sum of two tf32 numbers.
-PATCHCONV_DEVICE void split_tf32(uint32_t x, uint32_t& high, uint32_t& low) {
-  const float value = bits_float(x);
-  high = to_tf32(value);
-  if ((high & 0x7fffffff) == 0x7f800000) high = x & 0xffffe000;  // rounded up to infinity, or infinite
-  const float rest = bits_float(high);
-  low = to_tf32(value == rest ? 0 : value - rest);
-}
-
 // One tap: rows of the halo tile, from each lane's places on, times the stage's weights.
 template <typename T, bool kStrict, typename Shape>
 PATCHCONV_DEVICE void multiply_tap(float (&sums)[Shape::kMatrices][8][4], const char* tile,
@@ -482,11 +473,11 @@ bool conv_reads_weight(Type type, const ConvSums& call) {
          w.tap[1] % piece == 0 && w.tap[2] % piece == 0 && (call.groups == 1 || w.group % piece == 0);
 }
 
-bool conv_writes_bits(const ConvSums& call) {
+bool conv_writes_bits(const ConvSums& call, bool depthwise) {
   const ConvTensor& target = call.target;
   const int channels = call.groups * call.outputs;
   const ConvLine& x = call.lines[2];
-  if (target.channel == 1) return channels % 8 == 0 && call.outputs % 8 == 0 && target.place[2] % 8 == 0;
+  if (target.channel == 1) return channels % 8 == 0 && (depthwise || call.outputs % 8 == 0);
   return target.place[2] == 1 && x.out_step == 1 && x.out_first % 8 == 0 && x.count % 8 == 0 &&
          target.place[1] % 8 == 0;
 }

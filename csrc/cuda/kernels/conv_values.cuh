@@ -65,4 +65,13 @@ PATCHCONV_DEVICE Sum<T> finished(const ConvEpilogue& epilogue, Sum<T> sum, int c
   return epilogue.relu && !passes(sum) ? 0 : sum;
 }
 
+// A float as a sum of two tf32 numbers.
+PATCHCONV_DEVICE void split_tf32(uint32_t x, uint32_t& high, uint32_t& low) {
+  const float value = bits_float(x);
+  high = to_tf32(value);
+  if ((high & 0x7fffffff) == 0x7f800000) high = x & 0xffffe000;  // rounded up to infinity, or infinite
+  const float rest = bits_float(high);
+  low = to_tf32(value == rest ? 0 : value - rest);
+}
+
 }  // namespace patchconv::kernels
