@@ -17,6 +17,7 @@ using namespace patchconv::kernels;
 namespace {
 
 constexpr int kSharedLimit = 99 * 1024;
+constexpr int kMultiprocessors = 4;
 enum Buffers { kBig, kSmall, kWeight, kBitsRead, kScale, kBias, kResidual, kBitsWritten };
 
 struct Problem {
@@ -65,8 +66,8 @@ struct Problem {
     call.source.bits = c.buffer<const uint8_t>(kBitsRead);
     call.target = tensor(to_big ? kBig : kSmall);
     call.weight = weight(to_big);
-    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual),
-                     c.integer(7) != 0, c.buffer<uint8_t>(kBitsWritten)};
+    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
+                     c.buffer<uint8_t>(kBitsWritten)};
     return call;
   }
 
@@ -119,11 +120,22 @@ void plain(const Case& c) {
   problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
 }
 
+// Nothing is written where the plan does not serve.
+void weight(const Case& c) {
+  const Problem problem(c);
+  const ConvProducts call = problem.products();
+  const ConvWeightPlan plan = plan_conv_weight(c.type, call, kMultiprocessors, c.integer(8));
+  if (plan.parts == 0) return;
+  const Floats workspace(plan.workspace, c);
+  launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
       {"conv_plain", plain},
+      {"conv_weight", weight},
   };
   return kernels;
 }

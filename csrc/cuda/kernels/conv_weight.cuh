@@ -1,0 +1,249 @@
+// The tiles that the weight's gradient multiplies: channels of both grids at the places of a segment, in
+// shared memory, a row of channels a place or column. Rows come in pieces of 16 bytes, by asynchronous copies
+// where channels lie together and aligned, else element by element through registers.
+#pragma once
+
+#include "cuda/kernels/conv_values.cuh"
+
+namespace patchconv::kernels {
+
+constexpr int kTileChannels = 64;
+constexpr int kSegmentPlaces = 32;
+constexpr int kMostTaps = 3;
+constexpr int kTilePitch = kTileChannels + 8;  // so that rows which follow each other lie in different banks
+constexpr int kMostRows =
+    kSegmentPlaces * (1 + kMostTaps);  // of a segment: the small grid's, then the big one's
+
+// What a row of a tile holds: the column is relative to the segment's first, in its own grid.
+struct TileRow {
+  int line, column;
+};
+
+template <typename T>
+struct WeightTile {
+  static constexpr int kCount = 16 / sizeof(T);
+  static constexpr int kPieces = kTileChannels / kCount;  // a row
+  static constexpr int kThreads = sizeof(T) == 4 ? 256 : 128;
+  static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // a thread
+  static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
+  static constexpr int kGatherStages = 2;
+  using Piece = Vec<T, kCount>;
+
+  static int shared_bytes(const ConvWeightPlan& plan, bool async) {
+    const int stages = async ? kStages : kGatherStages;
+    return static_cast<int>(kMostRows * sizeof(TileRow) +
+                            stages * rows(plan) * kTilePitch * static_cast<int>(sizeof(T)));
+  }
+  static constexpr PATCHCONV_DEVICE int rows(const ConvWeightPlan& plan) {
+    return kSegmentPlaces + (kSegmentPlaces >> plan.columns_log2) * plan.run_columns;
+  }
+};
+
+// 32 places of the small grid, from a row and column on.
+struct Segment {
+  int64_t image;
+  int depth, row, column;
+
+  PATCHCONV_DEVICE void advance(const ConvProducts& call, int columns_log2) {
+    column += 1 << columns_log2;
+    if (column < call.lines[2].count) return;
+    column = 0;
+    row += kSegmentPlaces >> columns_log2;
+    if (row < call.lines[1].count) return;
+    row = 0;
+    if (++depth < call.lines[0].count) return;
+    depth = 0;
+    ++image;
+  }
+};
+
+PATCHCONV_DEVICE Segment segment_at(const ConvProducts& call, int columns_log2, int64_t index) {
+  const int columns = 1 << columns_log2, rows = kSegmentPlaces >> columns_log2;
+  const int64_t across = (call.lines[2].count + columns - 1) / columns;
+  const int64_t down = (call.lines[1].count + rows - 1) / rows;
+  Segment segment;
+  segment.column = static_cast<int>(index % across) * columns;
+  index /= across;
+  segment.row = static_cast<int>(index % down) * rows;
+  index /= down;
+  segment.depth = static_cast<int>(index % call.lines[0].count);
+  segment.image = index / call.lines[0].count;
+  return segment;
+}
+
+// What a block makes: which channels of its group, from where on, and how many taps of a row.
+struct WeightPart {
+  int64_t part;
+  int group, output, source;
+  int tap[3];
+  int taps;
+};
+
+PATCHCONV_DEVICE WeightPart weight_part(const ConvProducts& call, const ConvWeightPlan& plan) {
+  WeightPart mine;
+  int64_t rest = block_x();
+  const auto next = [&](int64_t count) {
+    const int64_t number = rest % count;
+    rest /= count;
+    return static_cast<int>(number);
+  };
+  mine.tap[2] = next(plan.tap_groups) * plan.taps;
+  mine.tap[1] = next(call.lines[1].taps);
+  mine.tap[0] = next(call.lines[0].taps);
+  mine.source = next((call.sources + kTileChannels - 1) / kTileChannels) * kTileChannels;
+  mine.output = next((call.outputs + kTileChannels - 1) / kTileChannels) * kTileChannels;
+  mine.group = next(call.groups);
+  mine.part = rest;
+  const int left = call.lines[2].taps - mine.tap[2];
+  mine.taps = left < plan.taps ? left : plan.taps;
+  return mine;
+}
+
+// Writes down what the rows of a block's tiles hold.
+PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int rows, int threads,
+                                 TileRow* to) {
+  for (int row = thread_index(); row < rows; row += threads) {
+    if (row < kSegmentPlaces) {
+      to[row] = {row >> plan.columns_log2, row & ((1 << plan.columns_log2) - 1)};
+      continue;
+    }
+    const int line = (row - kSegmentPlaces) / plan.run_columns;
+    const int number = row - kSegmentPlaces - line * plan.run_columns;
+    int first = 0;
+#pragma unroll
+    for (int run = 0; run < kMostTaps; ++run) {
+      if (run < plan.runs && number >= plan.run_begin[run]) {
+        first = plan.run_first[run] + (number - plan.run_begin[run]) * static_cast<int>(step);
+      }
+    }
+    to[row] = {line, first};
+  }
+}
+
+template <typename T>
+class TileLoader {
+  using Tile = WeightTile<T>;
+  using Piece = typename Tile::Piece;
+
+ public:
+  PATCHCONV_DEVICE TileLoader(const ConvProducts& call, const WeightPart& mine, const TileRow* rows,
+                              int count)
+      : call_(call), rows_(rows), count_(count) {
+    for (int d = 0; d < 3; ++d) origin_[d] = static_cast<int>(call.lines[d].coordinate(0, mine.tap[d]));
+    small_channel_ = (int64_t{mine.group} * call.outputs + mine.output) * call.small.channel;
+    big_channel_ = (int64_t{mine.group} * call.sources + mine.source) * call.big.channel;
+    small_left_ = call.outputs - mine.output;
+    big_left_ = call.sources - mine.source;
+  }
+
+  // Starts the copies of a segment.
+  PATCHCONV_DEVICE void copy(const Segment& at, T* to) const {
+    const int piece = thread_index() % Tile::kPieces;
+    for (int row = thread_index() / Tile::kPieces; row < count_; row += Tile::kThreads / Tile::kPieces) {
+      const Source from = source(at, row, piece);
+      copy_async(to + row * kTilePitch + piece * Tile::kCount,
+                 from.data + (from.filled > 0 ? from.offset : 0), from.filled * static_cast<int>(sizeof(T)));
+    }
+  }
+
+  // Of what this thread copied, makes zeros of what does not count.
+  PATCHCONV_DEVICE void drop_masked(const Segment& at, T* to) const {
+    if (call_.small.bits == nullptr && call_.big.bits == nullptr) return;
+    const int piece = thread_index() % Tile::kPieces;
+    for (int row = thread_index() / Tile::kPieces; row < count_; row += Tile::kThreads / Tile::kPieces) {
+      const Source from = source(at, row, piece);
+      if (from.bits == nullptr || from.filled == 0) continue;
+      const int keep = from.bits[from.offset / 8] >> (from.offset % 8);
+      Piece* const mine = reinterpret_cast<Piece*>(to + row * kTilePitch + piece * Tile::kCount);
+      Piece values = *mine;
+#pragma unroll
+      for (int i = 0; i < Tile::kCount; ++i) {
+        if ((keep >> i & 1) == 0) values.at[i] = T{};
+      }
+      *mine = values;
+    }
+  }
+
+  // This thread's pieces of a segment by single elements.
+  PATCHCONV_DEVICE void load(const Segment& at, Piece (&held)[Tile::kMostPieces]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kMostPieces; ++i) {
+      const int index = i * Tile::kThreads + thread_index();
+      if (index >= count_ * Tile::kPieces) break;
+      const int piece = index / count_;
+      const Source from = source(at, index - piece * count_, piece);
+#pragma unroll
+      for (int c = 0; c < Tile::kCount; ++c) {
+        const int64_t offset = from.offset + c * from.channel;
+        T value{};
+        if (c < from.filled) {
+          value = from.data[offset];
+          if (from.bits != nullptr && !bit_at(from.bits, offset)) value = T{};
+        }
+        held[i].at[c] = value;
+      }
+    }
+  }
+
+  PATCHCONV_DEVICE void store(const Piece (&held)[Tile::kMostPieces], T* to) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kMostPieces; ++i) {
+      const int index = i * Tile::kThreads + thread_index();
+      if (index >= count_ * Tile::kPieces) break;
+      const int piece = index / count_;
+      store_whole(to + (index - piece * count_) * kTilePitch + piece * Tile::kCount, held[i]);
+    }
+  }
+
+ private:
+  struct Source {
+    const T* data;
+    const uint8_t* bits;
+    int64_t offset, channel;
+    int filled;  // elements that are there
+  };
+
+  PATCHCONV_DEVICE static Source source(const ConvTensor& tensor, int64_t offset, int piece, int left) {
+    left -= piece * Tile::kCount;
+    return {static_cast<const T*>(tensor.data), tensor.bits, offset + piece * Tile::kCount * tensor.channel,
+            tensor.channel,
+            left < 0              ? 0
+            : left < Tile::kCount ? left
+                                  : Tile::kCount};
+  }
+
+  // Where a piece of a row comes from.
+  PATCHCONV_DEVICE Source source(const Segment& at, int row, int piece) const {
+    const TileRow place = rows_[row];
+    const ConvLine &z = call_.lines[0], &y = call_.lines[1], &x = call_.lines[2];
+    const int p = at.row + place.line;
+    if (row < kSegmentPlaces) {
+      const ConvTensor& small = call_.small;
+      const int q = at.column + place.column;
+      const int64_t offset = small_channel_ + at.image * small.image + at.depth * small.place[0] +
+                             p * small.place[1] + q * small.place[2];
+      return source(small, offset, piece, p < y.count && q < x.count ? small_left_ : 0);
+    }
+    const ConvTensor& big = call_.big;
+    const int column = origin_[2] + at.column * static_cast<int>(x.step) + place.column;
+    const int iz = source_at(z, origin_[0] + at.depth * static_cast<int>(z.step));
+    const int iy = p < y.count ? source_at(y, origin_[1] + p * static_cast<int>(y.step)) : -1;
+    const int ix = column <= x.last() ? source_at(x, column) : -1;
+    const int64_t offset =
+        big_channel_ + at.image * big.image + iz * big.place[0] + iy * big.place[1] + ix * big.place[2];
+    return source(big, offset, piece, iz >= 0 && iy >= 0 && ix >= 0 ? big_left_ : 0);
+  }
+
+  PATCHCONV_DEVICE int source_at(const ConvLine& line, int i) const {
+    return source_index(call_.mode, i, static_cast<int>(line.source));
+  }
+
+  const ConvProducts& call_;
+  const TileRow* rows_;
+  int count_;      // rows of a segment
+  int origin_[3];  // coordinate of the first place, at the block's first tap
+  int64_t small_channel_, big_channel_;
+  int small_left_, big_left_;
+};
+
+}  // namespace patchconv::kernels
