@@ -124,7 +124,8 @@ void plain(const Case& c) {
 void weight(const Case& c) {
   const Problem problem(c);
   const ConvProducts call = problem.products();
-  const ConvWeightPlan plan = plan_conv_weight(c.type, call, kMultiprocessors, c.integer(8));
+  const ConvWeightPlan plan =
+      plan_conv_weight(c.type, problem.strict(), call, kMultiprocessors, c.integer(8));
   if (plan.parts == 0) return;
   const Floats workspace(plan.workspace, c);
   launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);

@@ -144,7 +144,7 @@ struct ConvWeightPlan {
   int tap_begin[3] = {0, 0, 0};  // number of the column that a tap meets first
 };
 // `workspace_limit` in bytes. Depends on types, sizes and limits alone, not on strides and addresses.
-ConvWeightPlan plan_conv_weight(Type type, const ConvProducts& call, int multiprocessors,
+ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit);
 void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
                         float* workspace, Stream stream);

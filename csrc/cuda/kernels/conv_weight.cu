@@ -1,8 +1,8 @@
 // The weight's gradient by tensor cores: of each tap the product of two matrices, channels of the small grid
 // by channels of the big one, over all images and places. Each block multiplies a part of the places into its
-// part of the workspace; a second kernel adds the parts up in order. Sums are float32, handed on every 4096
-// places, and float64 over parts: tensor cores cut off what they do not keep. The only memory besides is the
-// workspace.
+// part of the workspace; a second kernel adds the parts up in order. Tensor cores cut off what they do not
+// keep, so sums are short: float32 over 4096 places, 16 and then 1024 if strict; float32 over those of a
+// part; float64 over parts, rounded once. Nothing is allocated.
 #include <algorithm>
 
 #include "cuda/kernels/conv_weight.cuh"
@@ -12,7 +12,9 @@ namespace patchconv::kernels {
 
 namespace {
 
-constexpr int kHandedOn = 4096 / kSegmentPlaces;  // segments
+// Segments that are summed before the sums are handed on.
+template <bool kStrict>
+constexpr int kHandedOn = (kStrict ? 1024 : 4096) / kSegmentPlaces;
 
 // What a warp multiplies: kRows x 16 channels of the small grid by 16 of the big one, for each tap. Lane l
 // holds of every 16 x 8 product what arch.cuh says of c.
@@ -162,9 +164,9 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const
   }
 }
 
-// Budget: 255 registers, 74752 bytes of shared memory.
+// Budget: 240 registers, 74752 bytes of shared memory.
 template <typename T, bool kStrict, bool kAsync>
-__global__ void __launch_bounds__(WeightTile<T>::kThreads)
+__global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::resident(kStrict, kAsync))
     conv_weight_kernel(ConvProducts call, ConvWeightPlan plan, float* workspace) {
   using Tile = WeightTile<T>;
   const WeightPart mine = weight_part(call, plan);
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads)
   bool first = true;
   const auto use = [&](int64_t number) {
     if (!idle) multiply<kStrict>(sums, tile(number), plan, mine.taps, outputs);
-    if (number % kHandedOn == kHandedOn - 1) {
+    if ((number + 1) % kHandedOn<kStrict> == 0) {
       hand_on(sums, call, mine, first, part);
       first = false;
     }
@@ -303,7 +305,7 @@ bool in_pieces(const ConvTensor& tensor, int channels, int groups, int size) {
 
 }  // namespace
 
-ConvWeightPlan plan_conv_weight(Type type, const ConvProducts& call, int multiprocessors,
+ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit) {
   constexpr int64_t kMostCoordinate = 1 << 30;
   ConvWeightPlan plan;
@@ -326,9 +328,11 @@ ConvWeightPlan plan_conv_weight(Type type, const ConvProducts& call, int multipr
   plan.tap_groups = static_cast<int>(divided_up(x.taps, plan.taps));
   plan_runs(x, plan);
 
-  // Enough blocks for two waves of two a multiprocessor, none with less than 16 segments.
+  // Two waves of blocks, none with less than 16 segments.
+  const int resident = type == Type::kFloat ? WeightTile<float>::resident(strict, true)
+                                            : WeightTile<Half>::resident(strict, true);
   const int64_t elements = elements_of(call), tiles = tiles_of(call, plan);
-  int64_t parts = std::min(divided_up(int64_t{4} * multiprocessors, tiles), divided_up(plan.segments, 16));
+  int64_t parts = std::min(int64_t{2} * resident * multiprocessors / tiles, plan.segments / 16);
   parts = std::min({std::max<int64_t>(parts, 1), workspace_limit / 4 / elements, kMostBlocks / tiles});
   plan.parts = static_cast<int>(parts);
   plan.workspace = parts * elements;

@@ -29,6 +29,11 @@ struct WeightTile {
   static constexpr int kGatherStages = 2;
   using Piece = Vec<T, kCount>;
 
+  // Blocks a multiprocessor that registers allow.
+  static constexpr int resident(bool strict, bool async) {
+    if (sizeof(T) == 4) return strict ? 1 : 2;
+    return async ? 3 : 2;
+  }
   static int shared_bytes(const ConvWeightPlan& plan, bool async) {
     const int stages = async ? kStages : kGatherStages;
     return static_cast<int>(kMostRows * sizeof(TileRow) +
