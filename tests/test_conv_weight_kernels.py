@@ -74,14 +74,17 @@ def test_weight(mode):
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
 def test_same_bits(dtype, strict):
-    """Of two runs, and however the channels lie and are aligned: sums are made in one order."""
+    """With both grids masked: of two runs, and however the channels lie and are aligned: sums are made in one order."""
     p = Problem((6, 40), (2, 4), 8, 24, 2, 2, (1, 2), (2, 1), ((1, 1), (3, 0)), "reflect")
     c = conv_kernels.case(p, "weight", dtype, "NHWC", strict=strict)
     c.keep = conv_kernels.filled(p.small_shape, torch.float32, "NHWC") > 0
+    counts = conv_kernels.filled(p.big_shape, torch.float32, "NHWC") > 0
+    c.bits = conv_kernels.bits_of(counts)
     plain = replace(c, big=c.big.contiguous(), small=c.small.contiguous(), keep=c.keep.contiguous())
+    plain.bits = conv_kernels.bits_of(counts.contiguous())
     first, second, other = results([c, c, plain])
     (unaligned,) = results([c], off=dtype.itemsize)
-    check(c, first)
+    check(replace(c, big=c.big.masked_fill(~counts, 0)), first)
     assert all(torch.equal(got, first) for got in (second, other, unaligned))
 
 
@@ -148,3 +151,48 @@ def test_weight_past_two_to_the_31(layout):
     got = torch.as_strided(found[2], c.weight[-1:].shape, c.weight[-1:].stride())
     last = replace(c, small=c.small[:, -1:], weight=c.weight[-1:], problem=replace(p, outputs=1))
     check(last, got)
+
+
+def sums_case(p: Problem, dtype: torch.dtype, layout: str, content: str, masked: bool) -> Case:
+    c = conv_kernels.case(p, "weight", dtype, layout, content)
+    if masked:
+        c.keep = conv_kernels.filled(p.small_shape, torch.float32, layout) > 0
+    c.bias = torch.full((p.small_shape[1],), -777, dtype=dtype)
+    return c
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_channel_sums(dtype):
+    """Few channels and many, rows that are pieces and rows that are not; one block a channel and several."""
+    choose = random.Random(str(dtype))
+    cases = []
+    for number, size in enumerate([(1,), (97,), (13, 11), (16, 8), (64, 160), (3, 5, 7), (4, 4, 24), (1, 1, 1)] * 2):
+        p = Problem(size, (1,) * len(size), 1, choose.choice([1, 3, 8, 16, 33, 300 if number < 3 else 40]), 1, number % 4)
+        layout = choose.choice(["NCHW", "NHWC", "sliced"])
+        content = "steps" if len(size) == 2 else "ramp"
+        cases.append(sums_case(p, dtype, layout, content, layout != "sliced" and number % 3 > 0))
+    calls = [c.call("conv_channel_sums", dtype.itemsize * (i % 5 == 4)) for i, c in enumerate(cases)]
+    rounding = ROUNDING.get(dtype, 0)
+    for c, found, again in zip(cases, kernels.run(calls), kernels.run(calls), strict=True):
+        kept = c.small.double() if c.keep is None else c.small.double().masked_fill(~c.keep, 0)
+        places = [0, *range(2, kept.dim())]
+        want, terms = kept.sum(places), kept.abs().sum(places)
+        bound = rounding * want.abs() + (1e-15 if dtype == torch.float64 else 2e-7) * terms
+        got = found[5]
+        assert got is not None and got.isfinite().all()
+        assert ((got.double() - want).abs() <= bound).all(), c.problem
+        assert torch.equal(got, again[5])
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_channel_sums_past_two_to_the_31(layout):
+    far = 2**31
+    c = sums_case(Problem((5, 9), (1, 1), 1, 16, images=2), torch.float16, layout, "noise", False)
+    c.small[0] = 0
+    call = c.call("conv_channel_sums")
+    numbers = list(call.numbers)
+    numbers[41] = far
+    window = conv_kernels.storage(c.small[1:])
+    buffers = [call.buffers[0], Memory(window, 0, far + len(window)), *call.buffers[2:]]
+    (found,) = kernels.run([replace(call, numbers=numbers, buffers=buffers)])
+    torch.testing.assert_close(found[5].double(), c.small.double().sum((0, 2, 3)), rtol=1e-3, atol=1e-3)

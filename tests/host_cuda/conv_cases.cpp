@@ -120,15 +120,30 @@ void plain(const Case& c) {
   problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
 }
 
-// Nothing is written where the plan does not serve.
+// Nothing is written where the plan does not serve. The bits that others write are the big grid's.
 void weight(const Case& c) {
   const Problem problem(c);
-  const ConvProducts call = problem.products();
+  ConvProducts call = problem.products();
+  call.big.bits = c.buffer<const uint8_t>(kBitsWritten);
   const ConvWeightPlan plan =
       plan_conv_weight(c.type, problem.strict(), call, kMultiprocessors, c.integer(8));
   if (plan.parts == 0) return;
   const Floats workspace(plan.workspace, c);
   launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);
+}
+
+// Of the small grid, to the bias.
+void channel_sums(const Case& c) {
+  const Problem problem(c);
+  const ConvProducts products = problem.products();
+  ConvChannelSums call;
+  call.images = products.images;
+  for (int d = 0; d < 3; ++d) call.sizes[d] = products.lines[d].count;
+  call.channels = products.groups * products.outputs;
+  call.source = products.small;
+  call.target = c.buffer(kBias);
+  const Floats workspace(conv_channel_sums_workspace(c.type, call), c);
+  launch_conv_channel_sums(c.type, call, workspace.data, nullptr);
 }
 
 }  // namespace
@@ -137,6 +152,7 @@ const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
       {"conv_plain", plain},
       {"conv_weight", weight},
+      {"conv_channel_sums", channel_sums},
   };
   return kernels;
 }

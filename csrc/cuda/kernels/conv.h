@@ -83,16 +83,6 @@ void launch_conv_plain(Type type, const ConvSums& call, Stream stream);
 void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream);
 void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream);
 
-// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
-struct ConvChannelSums {
-  int64_t images = 0;
-  int64_t sizes[3] = {1, 1, 1};
-  int channels = 0;
-  ConvTensor source;
-  void* target = nullptr;
-};
-void launch_conv_channel_sums(Type type, const ConvChannelSums& call, Stream stream);
-
 // ---------------------------------------------------------------------------------------------------------
 // The halo kernel: a tile of the source with its halo lies in shared memory for all taps of a group of rows;
 // products by tensor cores. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
@@ -148,6 +138,19 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
                                 int64_t workspace_limit);
 void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
                         float* workspace, Stream stream);
+
+// ---------------------------------------------------------------------------------------------------------
+// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
+struct ConvChannelSums {
+  int64_t images = 0;
+  int64_t sizes[3] = {1, 1, 1};
+  int channels = 0;
+  ConvTensor source;
+  void* target = nullptr;
+};
+// Its workspace in floats.
+int64_t conv_channel_sums_workspace(Type type, const ConvChannelSums& call);
+void launch_conv_channel_sums(Type type, const ConvChannelSums& call, float* workspace, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // Depthwise: one source channel a group.
