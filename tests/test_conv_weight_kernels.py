@@ -65,9 +65,7 @@ def test_weight(mode):
             keep = conv_kernels.filled(p.small_shape, torch.float32, layout) > 0
         content = choose.choice(["noise", "steps", "ramp"])
         limit = choose.choice([1 << 20, 4 * 3 * torch.Size(p.weight_shape).numel()])
-        cases.append(
-            conv_kernels.case(p, "weight", dtype, layout, content, strict=strict, keep=keep, limit=limit)
-        )
+        cases.append(conv_kernels.case(p, "weight", dtype, layout, content, strict=strict, keep=keep, limit=limit))
     for c, got in zip(cases, results(cases), strict=True):
         check(c, got)
 
@@ -167,7 +165,9 @@ def test_channel_sums(dtype):
     choose = random.Random(str(dtype))
     cases = []
     for number, size in enumerate([(1,), (97,), (13, 11), (16, 8), (64, 160), (3, 5, 7), (4, 4, 24), (1, 1, 1)] * 2):
-        p = Problem(size, (1,) * len(size), 1, choose.choice([1, 3, 8, 16, 33, 300 if number < 3 else 40]), 1, number % 4)
+        p = Problem(
+            size, (1,) * len(size), 1, choose.choice([1, 3, 8, 16, 33, 300 if number < 3 else 40]), 1, number % 4
+        )
         layout = choose.choice(["NCHW", "NHWC", "sliced"])
         content = "steps" if len(size) == 2 else "ramp"
         cases.append(sums_case(p, dtype, layout, content, layout != "sliced" and number % 3 > 0))

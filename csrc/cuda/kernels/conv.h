@@ -123,10 +123,9 @@ bool conv_writes_bits(const ConvSums& call);
 struct ConvWeightPlan {
   int parts = 0;          // 0: not served
   int64_t workspace = 0;  // floats
-  int64_t segments = 0;
-  int columns_log2 = 5;  // of a row of places
-  int taps = 1;          // of a block
-  int tap_groups = 1;    // blocks a row of taps
+  int columns_log2 = 5;   // of a row of places
+  int taps = 1;           // of a block
+  int tap_groups = 1;     // blocks a row of taps
   int runs = 1;
   int run_first[3] = {0, 0, 0};  // column, from where the row of places meets the block's first tap
   int run_begin[3] = {0, 0, 0};  // its number among the columns of all runs

@@ -132,16 +132,21 @@ PATCHCONV_DEVICE void multiply(WarpSums<float>& sums, const float* tile, const C
   }
 }
 
-// Number of a weight's element among all: (tap, group, output, source).
-PATCHCONV_DEVICE int64_t element(const ConvProducts& call, const WeightPart& mine, int tap, int output) {
-  const int64_t all = (int64_t{mine.tap[0]} * call.lines[1].taps + mine.tap[1]) * call.lines[2].taps;
-  return (((all + mine.tap[2] + tap) * call.groups + mine.group) * call.outputs + output) * call.sources;
+constexpr int64_t elements_of_tap(const ConvProducts& call) {
+  return int64_t{call.groups} * call.outputs * call.sources;
+}
+
+// Where a block's sums of a tap and an output begin in the workspace: (part, tap, group, output, source).
+PATCHCONV_DEVICE int64_t place_of(const ConvProducts& call, const WeightPart& mine, int tap, int output) {
+  int64_t taps = mine.part;
+  for (int d = 0; d < 3; ++d) taps = taps * call.lines[d].taps + mine.tap[d];
+  return (taps + tap) * elements_of_tap(call) + (int64_t{mine.group} * call.outputs + output) * call.sources;
 }
 
 // Adds sums to the block's part of the workspace, or stores the first ones; and begins anew.
 template <typename T>
 PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const WeightPart& mine, bool first,
-                              float* part) {
+                              float* workspace) {
 #pragma unroll
   for (int m = 0; m < WarpSums<T>::kRows; ++m) {
 #pragma unroll
@@ -149,7 +154,7 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int output = mine.output + WarpSums<T>::output() + m * 16 + half * 8 + lane_index() / 4;
-        float* to = part + element(call, mine, tap, output);
+        float* to = workspace + place_of(call, mine, tap, output);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int source = mine.source + WarpSums<T>::source() + i / 2 * 8 + lane_index() % 4 * 2 + i % 2;
@@ -164,54 +169,53 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const
   }
 }
 
-// Budget: 240 registers, 74752 bytes of shared memory.
+// Budget: 248 registers, 74848 bytes of shared memory.
 template <typename T, bool kStrict, bool kAsync>
 __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::resident(kStrict, kAsync))
     conv_weight_kernel(ConvProducts call, ConvWeightPlan plan, float* workspace) {
   using Tile = WeightTile<T>;
-  const WeightPart mine = weight_part(call, plan);
+  WeightPart& mine = *shared_memory<WeightPart>();
+  T* const tiles = reinterpret_cast<T*>(&mine + 1);
   const int rows = Tile::rows(plan);
-  TileRow* const described = shared_memory<TileRow>();
-  T* const tiles = reinterpret_cast<T*>(described + kMostRows);
   const auto tile = [&](int64_t number) {
     return tiles +
            static_cast<int>(number % (kAsync ? Tile::kStages : Tile::kGatherStages)) * rows * kTilePitch;
   };
-  write_rows(plan, call.lines[2].step, rows, Tile::kThreads, described);
+  if (thread_index() == 0) describe(call, plan, mine);
+  write_rows(plan, call.lines[2].step, rows, Tile::kThreads, mine.rows);
   block_barrier();
-  const TileLoader<T> loader(call, mine, described, rows);
+  const TileLoader<T> loader(call, mine, rows);
 
-  const int64_t begin = plan.segments * mine.part / plan.parts;
-  const int64_t count = plan.segments * (mine.part + 1) / plan.parts - begin;
-  float* const part =
-      workspace + mine.part * element(call, {0, 0, 0, 0, {call.lines[0].taps, 0, 0}, 0}, 0, 0);
-  const int outputs = call.outputs - mine.output;
-  const bool idle = WarpSums<T>::source() >= call.sources - mine.source;
+  const bool idle = WarpSums<T>::source() >= mine.big_left;
   WarpSums<T> sums;
   bool first = true;
   const auto use = [&](int64_t number) {
-    if (!idle) multiply<kStrict>(sums, tile(number), plan, mine.taps, outputs);
+    if (!idle) multiply<kStrict>(sums, tile(number), plan, mine.taps, mine.small_left);
     if ((number + 1) % kHandedOn<kStrict> == 0) {
-      hand_on(sums, call, mine, first, part);
+      hand_on(sums, call, mine, first, workspace);
       first = false;
     }
   };
 
-  Segment ahead = count > 0 ? segment_at(call, plan.columns_log2, begin) : Segment{};
+  Segment ahead{};
+  const int64_t count = segments_of(call, plan, mine, ahead);
   if constexpr (kAsync) {
+    const bool masked = call.small.bits != nullptr || call.big.bits != nullptr;
     Segment now = ahead;
     const auto fetch = [&](int64_t number) {
       if (number < count) {
         loader.copy(ahead, tile(number));
-        ahead.advance(call, plan.columns_log2);
+        ahead.advance(mine, plan.columns_log2);
       }
       commit_copies();
     };
     for (int number = 0; number < Tile::kStages - 1; ++number) fetch(number);
     for (int64_t number = 0; number < count; ++number) {
       wait_for_copies<Tile::kStages - 2>();
-      loader.drop_masked(now, tile(number));
-      now.advance(call, plan.columns_log2);
+      if (masked) {
+        loader.drop_masked(now, tile(number));
+        now.advance(mine, plan.columns_log2);
+      }
       block_barrier();
       fetch(number + Tile::kStages - 1);
       use(number);
@@ -223,14 +227,14 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::reside
       const bool more = number + 1 < count;
       if (more) {
         loader.load(ahead, held);
-        ahead.advance(call, plan.columns_log2);
+        ahead.advance(mine, plan.columns_log2);
       }
       if (number >= 0) use(number);
       if (more) loader.store(held, tile(number + 1));
       block_barrier();
     }
   }
-  hand_on(sums, call, mine, first, part);
+  hand_on(sums, call, mine, first, workspace);
 }
 
 constexpr int kSumThreads = 256;
@@ -257,8 +261,7 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 int64_t elements_of(const ConvProducts& call) {
-  return int64_t{call.groups} * call.outputs * call.sources * call.lines[0].taps * call.lines[1].taps *
-         call.lines[2].taps;
+  return elements_of_tap(call) * call.lines[0].taps * call.lines[1].taps * call.lines[2].taps;
 }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -322,7 +325,6 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
     least = segments;
     plan.columns_log2 = log2;
   }
-  plan.segments = call.images * z.count * least;
   plan.tap_groups = static_cast<int>(divided_up(x.taps, kMostTaps));
   plan.taps = static_cast<int>(divided_up(x.taps, plan.tap_groups));
   plan.tap_groups = static_cast<int>(divided_up(x.taps, plan.taps));
@@ -332,7 +334,8 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
   const int resident = type == Type::kFloat ? WeightTile<float>::resident(strict, true)
                                             : WeightTile<Half>::resident(strict, true);
   const int64_t elements = elements_of(call), tiles = tiles_of(call, plan);
-  int64_t parts = std::min(int64_t{2} * resident * multiprocessors / tiles, plan.segments / 16);
+  int64_t parts =
+      std::min(int64_t{2} * resident * multiprocessors / tiles, call.images * z.count * least / 16);
   parts = std::min({std::max<int64_t>(parts, 1), workspace_limit / 4 / elements, kMostBlocks / tiles});
   plan.parts = static_cast<int>(parts);
   plan.workspace = parts * elements;

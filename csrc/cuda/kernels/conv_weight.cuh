@@ -19,6 +19,99 @@ struct TileRow {
   int line, column;
 };
 
+// What a block makes: which channels of its group, from where on, and how many taps of a row. In shared
+// memory, for registers are few.
+struct WeightPart {
+  int64_t part;
+  int group, output, source;
+  int tap[3];
+  int taps;
+  int begin[3], end[3];      // places of which the taps see more than zeros
+  int origin[3];             // coordinate of the first place, at the first tap
+  int64_t small, big;        // offset of the first channel
+  int small_left, big_left;  // channels from there on
+  TileRow rows[kMostRows];
+};
+static_assert(sizeof(WeightPart) % 16 == 0);
+
+PATCHCONV_DEVICE void describe(const ConvProducts& call, const ConvWeightPlan& plan, WeightPart& mine) {
+  int64_t rest = block_x();
+  const auto next = [&](int64_t count) {
+    const int64_t number = rest % count;
+    rest /= count;
+    return static_cast<int>(number);
+  };
+  mine.tap[2] = next(plan.tap_groups) * plan.taps;
+  mine.tap[1] = next(call.lines[1].taps);
+  mine.tap[0] = next(call.lines[0].taps);
+  mine.source = next((call.sources + kTileChannels - 1) / kTileChannels) * kTileChannels;
+  mine.output = next((call.outputs + kTileChannels - 1) / kTileChannels) * kTileChannels;
+  mine.group = next(call.groups);
+  mine.part = rest;
+  mine.small = (int64_t{mine.group} * call.outputs + mine.output) * call.small.channel;
+  mine.big = (int64_t{mine.group} * call.sources + mine.source) * call.big.channel;
+  mine.small_left = call.outputs - mine.output;
+  mine.big_left = call.sources - mine.source;
+  const int left = call.lines[2].taps - mine.tap[2];
+  mine.taps = left < plan.taps ? left : plan.taps;
+  for (int d = 0; d < 3; ++d) {
+    const ConvLine& line = call.lines[d];
+    mine.origin[d] = static_cast<int>(line.coordinate(0, mine.tap[d]));
+    mine.begin[d] = 0;
+    mine.end[d] = static_cast<int>(line.count);
+    if (call.mode != PaddingMode::kZeros) continue;
+    const int step = static_cast<int>(line.step);
+    const int before = -static_cast<int>(line.coordinate(0, mine.tap[d] + (d == 2 ? mine.taps - 1 : 0)));
+    const int inside = static_cast<int>(line.source) - mine.origin[d];
+    if (before > 0) mine.begin[d] = (before + step - 1) / step;
+    if (inside < line.count * line.step) mine.end[d] = inside > 0 ? (inside + step - 1) / step : 0;
+  }
+}
+
+// 32 places of the small grid, from a row and column on.
+struct Segment {
+  int64_t image;
+  int depth, row, column;
+
+  PATCHCONV_DEVICE void advance(const WeightPart& mine, int columns_log2) {
+    column += 1 << columns_log2;
+    if (column < mine.end[2]) return;
+    column = mine.begin[2];
+    row += kSegmentPlaces >> columns_log2;
+    if (row < mine.end[1]) return;
+    row = mine.begin[1];
+    if (++depth < mine.end[0]) return;
+    depth = mine.begin[0];
+    ++image;
+  }
+};
+
+// The segments of a block's part: how many, and the first.
+PATCHCONV_DEVICE int64_t segments_of(const ConvProducts& call, const ConvWeightPlan& plan,
+                                     const WeightPart& mine, Segment& first) {
+  const int sizes[3] = {1, kSegmentPlaces >> plan.columns_log2, 1 << plan.columns_log2};
+  int64_t counts[3], all = call.images;
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    const int places = mine.end[d] - mine.begin[d];
+    counts[d] = places > 0 ? (places + sizes[d] - 1) / sizes[d] : 0;
+    all *= counts[d];
+  }
+  if (all == 0) return 0;
+  int64_t index = all * mine.part / plan.parts;
+  const int64_t count = all * (mine.part + 1) / plan.parts - index;
+  const auto next = [&](int d) {
+    const int64_t number = index % counts[d];
+    index /= counts[d];
+    return mine.begin[d] + static_cast<int>(number) * sizes[d];
+  };
+  first.column = next(2);
+  first.row = next(1);
+  first.depth = next(0);
+  first.image = index;
+  return count;
+}
+
 template <typename T>
 struct WeightTile {
   static constexpr int kCount = 16 / sizeof(T);
@@ -36,73 +129,13 @@ struct WeightTile {
   }
   static int shared_bytes(const ConvWeightPlan& plan, bool async) {
     const int stages = async ? kStages : kGatherStages;
-    return static_cast<int>(kMostRows * sizeof(TileRow) +
+    return static_cast<int>(sizeof(WeightPart) +
                             stages * rows(plan) * kTilePitch * static_cast<int>(sizeof(T)));
   }
   static constexpr PATCHCONV_DEVICE int rows(const ConvWeightPlan& plan) {
     return kSegmentPlaces + (kSegmentPlaces >> plan.columns_log2) * plan.run_columns;
   }
 };
-
-// 32 places of the small grid, from a row and column on.
-struct Segment {
-  int64_t image;
-  int depth, row, column;
-
-  PATCHCONV_DEVICE void advance(const ConvProducts& call, int columns_log2) {
-    column += 1 << columns_log2;
-    if (column < call.lines[2].count) return;
-    column = 0;
-    row += kSegmentPlaces >> columns_log2;
-    if (row < call.lines[1].count) return;
-    row = 0;
-    if (++depth < call.lines[0].count) return;
-    depth = 0;
-    ++image;
-  }
-};
-
-PATCHCONV_DEVICE Segment segment_at(const ConvProducts& call, int columns_log2, int64_t index) {
-  const int columns = 1 << columns_log2, rows = kSegmentPlaces >> columns_log2;
-  const int64_t across = (call.lines[2].count + columns - 1) / columns;
-  const int64_t down = (call.lines[1].count + rows - 1) / rows;
-  Segment segment;
-  segment.column = static_cast<int>(index % across) * columns;
-  index /= across;
-  segment.row = static_cast<int>(index % down) * rows;
-  index /= down;
-  segment.depth = static_cast<int>(index % call.lines[0].count);
-  segment.image = index / call.lines[0].count;
-  return segment;
-}
-
-// What a block makes: which channels of its group, from where on, and how many taps of a row.
-struct WeightPart {
-  int64_t part;
-  int group, output, source;
-  int tap[3];
-  int taps;
-};
-
-PATCHCONV_DEVICE WeightPart weight_part(const ConvProducts& call, const ConvWeightPlan& plan) {
-  WeightPart mine;
-  int64_t rest = block_x();
-  const auto next = [&](int64_t count) {
-    const int64_t number = rest % count;
-    rest /= count;
-    return static_cast<int>(number);
-  };
-  mine.tap[2] = next(plan.tap_groups) * plan.taps;
-  mine.tap[1] = next(call.lines[1].taps);
-  mine.tap[0] = next(call.lines[0].taps);
-  mine.source = next((call.sources + kTileChannels - 1) / kTileChannels) * kTileChannels;
-  mine.output = next((call.outputs + kTileChannels - 1) / kTileChannels) * kTileChannels;
-  mine.group = next(call.groups);
-  mine.part = rest;
-  const int left = call.lines[2].taps - mine.tap[2];
-  mine.taps = left < plan.taps ? left : plan.taps;
-  return mine;
-}
 
 // Writes down what the rows of a block's tiles hold.
 PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int rows, int threads,
@@ -131,15 +164,8 @@ class TileLoader {
   using Piece = typename Tile::Piece;
 
  public:
-  PATCHCONV_DEVICE TileLoader(const ConvProducts& call, const WeightPart& mine, const TileRow* rows,
-                              int count)
-      : call_(call), rows_(rows), count_(count) {
-    for (int d = 0; d < 3; ++d) origin_[d] = static_cast<int>(call.lines[d].coordinate(0, mine.tap[d]));
-    small_channel_ = (int64_t{mine.group} * call.outputs + mine.output) * call.small.channel;
-    big_channel_ = (int64_t{mine.group} * call.sources + mine.source) * call.big.channel;
-    small_left_ = call.outputs - mine.output;
-    big_left_ = call.sources - mine.source;
-  }
+  PATCHCONV_DEVICE TileLoader(const ConvProducts& call, const WeightPart& mine, int count)
+      : call_(call), mine_(mine), count_(count) {}
 
   // Starts the copies of a segment.
   PATCHCONV_DEVICE void copy(const Segment& at, T* to) const {
@@ -153,7 +179,6 @@ class TileLoader {
 
   // Of what this thread copied, makes zeros of what does not count.
   PATCHCONV_DEVICE void drop_masked(const Segment& at, T* to) const {
-    if (call_.small.bits == nullptr && call_.big.bits == nullptr) return;
     const int piece = thread_index() % Tile::kPieces;
     for (int row = thread_index() / Tile::kPieces; row < count_; row += Tile::kThreads / Tile::kPieces) {
       const Source from = source(at, row, piece);
@@ -210,33 +235,31 @@ class TileLoader {
 
   PATCHCONV_DEVICE static Source source(const ConvTensor& tensor, int64_t offset, int piece, int left) {
     left -= piece * Tile::kCount;
+    if (left > Tile::kCount) left = Tile::kCount;
     return {static_cast<const T*>(tensor.data), tensor.bits, offset + piece * Tile::kCount * tensor.channel,
-            tensor.channel,
-            left < 0              ? 0
-            : left < Tile::kCount ? left
-                                  : Tile::kCount};
+            tensor.channel, left < 0 ? 0 : left};
   }
 
   // Where a piece of a row comes from.
   PATCHCONV_DEVICE Source source(const Segment& at, int row, int piece) const {
-    const TileRow place = rows_[row];
+    const TileRow place = mine_.rows[row];
     const ConvLine &z = call_.lines[0], &y = call_.lines[1], &x = call_.lines[2];
     const int p = at.row + place.line;
     if (row < kSegmentPlaces) {
       const ConvTensor& small = call_.small;
       const int q = at.column + place.column;
-      const int64_t offset = small_channel_ + at.image * small.image + at.depth * small.place[0] +
+      const int64_t offset = mine_.small + at.image * small.image + at.depth * small.place[0] +
                              p * small.place[1] + q * small.place[2];
-      return source(small, offset, piece, p < y.count && q < x.count ? small_left_ : 0);
+      return source(small, offset, piece, p < y.count && q < x.count ? mine_.small_left : 0);
     }
     const ConvTensor& big = call_.big;
-    const int column = origin_[2] + at.column * static_cast<int>(x.step) + place.column;
-    const int iz = source_at(z, origin_[0] + at.depth * static_cast<int>(z.step));
-    const int iy = p < y.count ? source_at(y, origin_[1] + p * static_cast<int>(y.step)) : -1;
+    const int column = mine_.origin[2] + at.column * static_cast<int>(x.step) + place.column;
+    const int iz = source_at(z, mine_.origin[0] + at.depth * static_cast<int>(z.step));
+    const int iy = p < y.count ? source_at(y, mine_.origin[1] + p * static_cast<int>(y.step)) : -1;
     const int ix = column <= x.last() ? source_at(x, column) : -1;
     const int64_t offset =
-        big_channel_ + at.image * big.image + iz * big.place[0] + iy * big.place[1] + ix * big.place[2];
-    return source(big, offset, piece, iz >= 0 && iy >= 0 && ix >= 0 ? big_left_ : 0);
+        mine_.big + at.image * big.image + iz * big.place[0] + iy * big.place[1] + ix * big.place[2];
+    return source(big, offset, piece, iz >= 0 && iy >= 0 && ix >= 0 ? mine_.big_left : 0);
   }
 
   PATCHCONV_DEVICE int source_at(const ConvLine& line, int i) const {
@@ -244,11 +267,8 @@ class TileLoader {
   }
 
   const ConvProducts& call_;
-  const TileRow* rows_;
-  int count_;      // rows of a segment
-  int origin_[3];  // coordinate of the first place, at the block's first tap
-  int64_t small_channel_, big_channel_;
-  int small_left_, big_left_;
+  const WeightPart& mine_;
+  int count_;  // rows of a segment
 };
 
 }  // namespace patchconv::kernels
