@@ -46,8 +46,9 @@ def problem(choose: random.Random, dims: int, mode: str, whole: bool) -> Problem
             tuple(choose.choice([1, 1, 2, 3]) for _ in size),
             tuple((choose.randint(0, min(4, w)), choose.randint(0, min(4, w))) for w in widest), mode,
         )  # fmt: skip
-        products = -(-found.sources // 16) * -(-found.outputs // 16) * torch.Size(found.small_shape[2:]).numel()
-        if all(found.small(d) >= 1 for d in range(dims)) and products * torch.Size(kernel).numel() < 3000:
+        products = found.groups * -(-found.sources // 16) * -(-found.outputs // 16)
+        products *= torch.Size(found.small_shape[2:]).numel()
+        if all(found.small(d) >= 1 for d in range(dims)) and products * torch.Size(kernel).numel() < 2500:
             return found
 
 

@@ -209,12 +209,15 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::reside
       }
       commit_copies();
     };
+    uint8_t marks[Tile::kSmallPieces];
+    if (masked && count > 0) loader.load_marks(now, marks);
     for (int number = 0; number < Tile::kStages - 1; ++number) fetch(number);
     for (int64_t number = 0; number < count; ++number) {
       wait_for_copies<Tile::kStages - 2>();
       if (masked) {
-        loader.drop_masked(now, tile(number));
+        loader.drop_masked(now, marks, tile(number));
         now.advance(mine, plan.columns_log2);
+        if (number + 1 < count) loader.load_marks(now, marks);
       }
       block_barrier();
       fetch(number + Tile::kStages - 1);
@@ -310,12 +313,12 @@ bool in_pieces(const ConvTensor& tensor, int channels, int groups, int size) {
 
 ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit) {
-  constexpr int64_t kMostCoordinate = 1 << 30;
+  constexpr int64_t kMost = 1 << 29;  // kernels count coordinates in 32 bits
   ConvWeightPlan plan;
   if (type == Type::kDouble) return plan;
   for (const ConvLine& line : call.lines) {
-    if (line.source > kMostCoordinate || line.last() + kSegmentPlaces * line.step > kMostCoordinate)
-      return plan;
+    const int64_t last = line.last() + kSegmentPlaces * line.step;
+    if (line.source > kMost || last > kMost || line.first < -kMost || line.distance > kMost) return plan;
   }
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   int64_t least = 0;  // segments of a plane

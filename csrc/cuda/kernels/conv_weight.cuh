@@ -11,8 +11,8 @@ constexpr int kTileChannels = 64;
 constexpr int kSegmentPlaces = 32;
 constexpr int kMostTaps = 3;
 constexpr int kTilePitch = kTileChannels + 8;  // so that rows which follow each other lie in different banks
-constexpr int kMostRows =
-    kSegmentPlaces * (1 + kMostTaps);  // of a segment: the small grid's, then the big one's
+// Of a segment: the small grid's, then the big one's.
+constexpr int kMostRows = kSegmentPlaces * (1 + kMostTaps);
 
 // What a row of a tile holds: the column is relative to the segment's first, in its own grid.
 struct TileRow {
@@ -112,12 +112,14 @@ PATCHCONV_DEVICE int64_t segments_of(const ConvProducts& call, const ConvWeightP
   return count;
 }
 
+// Who copies and holds what, by type.
 template <typename T>
 struct WeightTile {
   static constexpr int kCount = 16 / sizeof(T);
   static constexpr int kPieces = kTileChannels / kCount;  // a row
   static constexpr int kThreads = sizeof(T) == 4 ? 256 : 128;
   static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // a thread
+  static constexpr int kSmallPieces = kSegmentPlaces * kPieces / kThreads;
   static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
   static constexpr int kGatherStages = 2;
   using Piece = Vec<T, kCount>;
@@ -158,6 +160,7 @@ PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int r
   }
 }
 
+// Brings segments to tiles.
 template <typename T>
 class TileLoader {
   using Tile = WeightTile<T>;
@@ -169,28 +172,35 @@ class TileLoader {
 
   // Starts the copies of a segment.
   PATCHCONV_DEVICE void copy(const Segment& at, T* to) const {
-    const int piece = thread_index() % Tile::kPieces;
-    for (int row = thread_index() / Tile::kPieces; row < count_; row += Tile::kThreads / Tile::kPieces) {
-      const Source from = source(at, row, piece);
-      copy_async(to + row * kTilePitch + piece * Tile::kCount,
-                 from.data + (from.filled > 0 ? from.offset : 0), from.filled * static_cast<int>(sizeof(T)));
+    for (int i = 0; copied_row(i) < count_; ++i) {
+      const Source from = source(at, copied_row(i), copied_piece());
+      copy_async(piece_at(to, copied_row(i), copied_piece()), from.data + (from.filled > 0 ? from.offset : 0),
+                 from.filled * static_cast<int>(sizeof(T)));
+    }
+  }
+
+  // The bits of the small grid's pieces that this thread copies: loaded while others are multiplied.
+  PATCHCONV_DEVICE void load_marks(const Segment& at, uint8_t (&marks)[Tile::kSmallPieces]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kSmallPieces; ++i) {
+      const Source from = source(at, copied_row(i), copied_piece());
+      marks[i] = from.bits != nullptr && from.filled > 0 ? from.bits[from.offset / 8] : 0xff;
     }
   }
 
   // Of what this thread copied, makes zeros of what does not count.
-  PATCHCONV_DEVICE void drop_masked(const Segment& at, T* to) const {
-    const int piece = thread_index() % Tile::kPieces;
-    for (int row = thread_index() / Tile::kPieces; row < count_; row += Tile::kThreads / Tile::kPieces) {
-      const Source from = source(at, row, piece);
-      if (from.bits == nullptr || from.filled == 0) continue;
-      const int keep = from.bits[from.offset / 8] >> (from.offset % 8);
-      Piece* const mine = reinterpret_cast<Piece*>(to + row * kTilePitch + piece * Tile::kCount);
-      Piece values = *mine;
+  PATCHCONV_DEVICE void drop_masked(const Segment& at, const uint8_t (&marks)[Tile::kSmallPieces],
+                                    T* to) const {
 #pragma unroll
-      for (int i = 0; i < Tile::kCount; ++i) {
-        if ((keep >> i & 1) == 0) values.at[i] = T{};
+    for (int i = 0; i < Tile::kSmallPieces; ++i) {
+      drop(source(at, copied_row(i), copied_piece()), marks[i], piece_at(to, copied_row(i), copied_piece()));
+    }
+    if (call_.big.bits == nullptr) return;
+    for (int i = Tile::kSmallPieces; copied_row(i) < count_; ++i) {
+      const Source from = source(at, copied_row(i), copied_piece());
+      if (from.filled > 0) {
+        drop(from, from.bits[from.offset / 8], piece_at(to, copied_row(i), copied_piece()));
       }
-      *mine = values;
     }
   }
 
@@ -221,7 +231,7 @@ class TileLoader {
       const int index = i * Tile::kThreads + thread_index();
       if (index >= count_ * Tile::kPieces) break;
       const int piece = index / count_;
-      store_whole(to + (index - piece * count_) * kTilePitch + piece * Tile::kCount, held[i]);
+      *piece_at(to, index - piece * count_, piece) = held[i];
     }
   }
 
@@ -232,6 +242,25 @@ class TileLoader {
     int64_t offset, channel;
     int filled;  // elements that are there
   };
+
+  // Row and piece number `i` of those that a thread copies.
+  PATCHCONV_DEVICE static int copied_row(int i) {
+    return thread_index() / Tile::kPieces + i * (Tile::kThreads / Tile::kPieces);
+  }
+  PATCHCONV_DEVICE static int copied_piece() { return thread_index() % Tile::kPieces; }
+  PATCHCONV_DEVICE static Piece* piece_at(T* tile, int row, int piece) {
+    return reinterpret_cast<Piece*>(tile + row * kTilePitch + piece * Tile::kCount);
+  }
+
+  // `marks`: the byte of the first element's bit.
+  PATCHCONV_DEVICE static void drop(const Source& from, int marks, Piece* to) {
+    Piece values = *to;
+#pragma unroll
+    for (int i = 0; i < Tile::kCount; ++i) {
+      if ((marks >> (from.offset % 8 + i) & 1) == 0) values.at[i] = T{};
+    }
+    *to = values;
+  }
 
   PATCHCONV_DEVICE static Source source(const ConvTensor& tensor, int64_t offset, int piece, int left) {
     left -= piece * Tile::kCount;
