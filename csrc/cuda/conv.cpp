@@ -83,6 +83,9 @@ class CudaEngine : public ConvEngine {
                     const Tensor& bits) const override {
     return run_own_weight(problem, big, small, bits);
   }
+  Tensor own_bias(const Tensor& grad, const Tensor& bits) const override {
+    return run_own_channel_sums(grad, bits);
+  }
 };
 
 struct CudaRoom {

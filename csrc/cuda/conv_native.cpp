@@ -23,8 +23,9 @@ using kernels::Type;
 
 namespace {
 
-enum class Kernel { kNone, kPlain, kGather, kTiles };
-constexpr const char* kNames[] = {nullptr, "plain", "plain", "tiles"};
+// Those that write a grid, and those of the weight's gradient.
+enum class Kernel { kPlain, kGather, kTiles, kStem, kDepthwise, kWeight, kDepthwiseWeight };
+constexpr const char* kNames[] = {"plain", "plain", "tiles", "stem", "depthwise", "weight", "depthwise"};
 
 Type type_of(at::ScalarType dtype) {
   return dtype == at::kHalf       ? Type::kHalf
@@ -43,6 +44,8 @@ struct Dims {
       at[d] = d < lacking ? ConvDim{/*big=*/1, /*small=*/1} : problem.dims[d - lacking];
     }
   }
+  std::array<int64_t, 3> kernel() const { return {at[0].kernel, at[1].kernel, at[2].kernel}; }
+
   ConvDim at[3];
   size_t lacking;
 };
@@ -122,14 +125,70 @@ kernels::ConvTilePlan tile_plan(Type type, const ConvLine (&lines)[3], int outpu
   return kernels::plan_conv_tiles(type, strict(), lines, outputs, device_limits().shared_bytes);
 }
 
-Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
-  if (pass == ConvPass::kWeight) return Kernel::kPlain;
-  if (pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros) return Kernel::kGather;
-  const ConvSums call = sums_of(problem, pass);
-  bool fits = type != Type::kDouble && kernels::conv_tiles_grid_fits(type, strict(), call);
+// Elements of a first layer's packed weight: the most of any lines.
+int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
+  int64_t most = 0;
+  ConvSums call = sums_of(problem, pass);
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
-    fits = fits && tile_plan(type, lines, call.outputs).buffers > 0;
+    std::copy(lines, lines + 3, call.lines);
+    most = std::max(most, kernels::conv_stem_packed_elements(type, call));
   });
+  return most;
+}
+
+// The workspace of a weight gradient's parts; less where a part alone takes more.
+int64_t parts_limit() { return std::min<int64_t>(workspace_limit(), int64_t{32} << 20); }
+
+ConvProducts products_of(const ConvProblem& problem) {
+  const Dims dims(problem);
+  ConvProducts call;
+  for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims.at[d]);
+  call.mode = problem.mode;
+  call.images = problem.batch;
+  call.groups = static_cast<int>(problem.groups);
+  call.sources = static_cast<int>(problem.big_channels / problem.groups);
+  call.outputs = static_cast<int>(problem.small_channels / problem.groups);
+  return call;
+}
+
+kernels::ConvWeightPlan weight_plan(Type type, const ConvProducts& call) {
+  return kernels::plan_conv_weight(type, strict(), call, device_limits().multiprocessors, parts_limit());
+}
+
+Kernel weight_kernel(const ConvProblem& problem, Type type) {
+  const ConvProducts call = products_of(problem);
+  if (type == Type::kDouble) return Kernel::kPlain;
+  if (call.sources == 1 && call.groups > 1 && kernels::conv_depthwise_weight_workspace(type, call) >= 0) {
+    return Kernel::kDepthwiseWeight;
+  }
+  return weight_plan(type, call).parts > 0 ? Kernel::kWeight : Kernel::kPlain;
+}
+
+// By sizes alone: whatever the strides, splits and addresses, the same kernel.
+Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
+  if (pass == ConvPass::kWeight) return weight_kernel(problem, type);
+  if (pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros) return Kernel::kGather;
+  if (type == Type::kDouble) return Kernel::kPlain;
+  ConvSums call = sums_of(problem, pass);
+  const int shared = device_limits().shared_bytes;
+  const auto all = [&](auto serves) {
+    bool yes = true;
+    each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
+      std::copy(lines, lines + 3, call.lines);
+      yes = yes && serves();
+    });
+    return yes;
+  };
+  if (call.sources == 1 && call.groups > 1 &&
+      all([&] { return kernels::conv_depthwise_serves(type, call, shared); })) {
+    return Kernel::kDepthwise;
+  }
+  if (call.groups == 1 && call.sources <= 4 &&
+      all([&] { return kernels::conv_stem_serves(type, call, shared); })) {
+    return Kernel::kStem;
+  }
+  const bool fits = kernels::conv_tiles_grid_fits(type, strict(), call) &&
+                    all([&] { return tile_plan(type, call.lines, call.outputs).buffers > 0; });
   return fits ? Kernel::kTiles : Kernel::kPlain;
 }
 
@@ -152,18 +211,23 @@ OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::Scala
   const Type type = type_of(dtype);
   const Kernel kernel = kernel_for(problem, pass, type);
   OwnKernel own{kNames[static_cast<int>(kernel)]};
+  const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {
-    const Dims dims(problem);
-    own.workspace =
-        kernels::conv_packed_elements(type, sums_of(problem, pass),
-                                      {dims.at[0].kernel, dims.at[1].kernel, dims.at[2].kernel}) *
-        static_cast<int64_t>(c10::elementSize(dtype));
+    own.workspace = element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
+  } else if (kernel == Kernel::kStem) {
+    own.workspace = element * stem_elements(problem, pass, type);
+  } else if (kernel == Kernel::kWeight) {
+    own.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
+  } else if (kernel == Kernel::kDepthwiseWeight) {
+    own.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem));
   }
   return own;
 }
 
 bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) {
-  if (kernel_for(problem, pass, type_of(target.scalar_type())) != Kernel::kTiles) return false;
+  const Kernel kernel = kernel_for(problem, pass, type_of(target.scalar_type()));
+  const bool depthwise = kernel == Kernel::kDepthwise;
+  if (!depthwise && kernel != Kernel::kStem && kernel != Kernel::kTiles) return false;
   if (!target.is_non_overlapping_and_dense()) return false;
   bool all = true;
   ConvSums call = sums_of(problem, pass);
@@ -171,7 +235,7 @@ bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Ten
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
     each_piece(problem, pass, [&](const std::array<Range, 3>& ranges) {
       for (int d = 0; d < 3; ++d) call.lines[d] = lines[d].cut(ranges[d]);
-      all = all && kernels::conv_writes_bits(call);
+      all = all && kernels::conv_writes_bits(call, depthwise);
     });
   });
   return all;
@@ -211,9 +275,10 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   }
   Tensor packed;
   if (kernel == Kernel::kTiles && !kernels::conv_reads_weight(type, call)) {
-    const int64_t sizes[3] = {dims.at[0].kernel, dims.at[1].kernel, dims.at[2].kernel};
-    packed = at::empty({kernels::conv_packed_elements(type, call, sizes)}, weight.options());
-    call.weight = kernels::launch_conv_pack(type, call, sizes, packed.mutable_data_ptr(), stream);
+    packed = at::empty({kernels::conv_packed_elements(type, call, dims.kernel())}, weight.options());
+    call.weight = kernels::launch_conv_pack(type, call, dims.kernel(), packed.mutable_data_ptr(), stream);
+  } else if (kernel == Kernel::kStem) {
+    packed = at::empty({stem_elements(problem, pass, type)}, weight.options());
   }
   int64_t pieces = 0;
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
@@ -223,6 +288,10 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
       for (int d = 0; d < 3; ++d) call.lines[d] = lines[d].cut(ranges[d]);
       if (kernel == Kernel::kTiles) {
         kernels::launch_conv_tiles(type, strict(), plan, call, stream);
+      } else if (kernel == Kernel::kStem) {
+        kernels::launch_conv_stem(type, strict(), call, packed.mutable_data_ptr(), stream);
+      } else if (kernel == Kernel::kDepthwise) {
+        kernels::launch_conv_depthwise(type, call, stream);
       } else {
         kernels::launch_conv_plain(type, call, stream);
       }
@@ -234,22 +303,44 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
 Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
                       const Tensor& bits) {
   Tensor weight = at::empty(problem.weight_sizes(), big.options());
-  const Dims dims(problem);
-  ConvProducts call;
-  for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims.at[d]);
-  call.mode = problem.mode;
-  call.images = problem.batch;
-  call.groups = static_cast<int>(problem.groups);
-  call.sources = static_cast<int>(problem.big_channels / problem.groups);
-  call.outputs = static_cast<int>(problem.small_channels / problem.groups);
+  const Type type = type_of(big.scalar_type());
+  const kernels::Stream stream = current_stream(big);
+  ConvProducts call = products_of(problem);
   // What came back through the output: the small grid, of a transposed convolution the big one.
   call.big = strided(big, problem.transposed ? bits : Tensor());
   call.small = strided(small, problem.transposed ? Tensor() : bits);
   call.weight = strided_weight(problem, weight, false);
   call.weight.data = weight.mutable_data_ptr();
-  kernels::launch_conv_plain_weight(type_of(big.scalar_type()), call, current_stream(big));
-  record(problem, ConvPass::kWeight, Kernel::kPlain, 1);
+  const auto workspace = [&](int64_t floats) { return at::empty({floats}, big.options().dtype(at::kFloat)); };
+  const Kernel kernel = weight_kernel(problem, type);
+  if (kernel == Kernel::kWeight) {
+    const auto plan = weight_plan(type, call);
+    const Tensor parts = workspace(plan.workspace);
+    kernels::launch_conv_weight(type, strict(), plan, call, parts.mutable_data_ptr<float>(), stream);
+  } else if (kernel == Kernel::kDepthwiseWeight) {
+    const Tensor parts = workspace(kernels::conv_depthwise_weight_workspace(type, call));
+    kernels::launch_conv_depthwise_weight(type, call, parts.mutable_data_ptr<float>(), stream);
+  } else {
+    kernels::launch_conv_plain_weight(type, call, stream);
+  }
+  record(problem, ConvPass::kWeight, kernel, 1);
   return weight;
+}
+
+Tensor run_own_channel_sums(const Tensor& source, const Tensor& bits) {
+  Tensor sums = at::empty({source.size(1)}, source.options());
+  const Type type = type_of(source.scalar_type());
+  kernels::ConvChannelSums call;
+  call.images = source.size(0);
+  call.channels = static_cast<int>(source.size(1));
+  const int64_t spatial = source.dim() - 2;
+  for (const auto d : irange(spatial)) call.sizes[3 - spatial + d] = source.size(2 + d);
+  call.source = strided(source, bits);
+  call.target = sums.mutable_data_ptr();
+  const Tensor parts = at::empty({kernels::conv_channel_sums_workspace(type, call)},
+                                 source.options().dtype(at::kFloat));
+  kernels::launch_conv_channel_sums(type, call, parts.mutable_data_ptr<float>(), current_stream(source));
+  return sums;
 }
 
 }  // namespace patchconv

@@ -10,10 +10,12 @@ OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::Scala
                             at::MemoryFormat format);
 bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target);
 
-// As ConvEngine::own_grid() and own_weight(), of tensors on the current device.
+// As ConvEngine's own_grid(), own_weight() and own_bias(), of tensors on the current device.
 void run_own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source, const at::Tensor& bits,
                   const at::Tensor& weight, const Epilogue& epilogue, const at::Tensor& target);
 at::Tensor run_own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
                           const at::Tensor& bits);
+// (C) of (N, C, ...): the bias's gradient.
+at::Tensor run_own_channel_sums(const at::Tensor& source, const at::Tensor& bits);
 
 }  // namespace patchconv

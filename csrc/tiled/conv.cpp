@@ -138,8 +138,8 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   const bool own_weight =
       own(output_mask[1], ConvPass::kWeight, tensor_facts(problem, {in.defined() ? in : grad, grad}, w));
   const bool own_input = own(output_mask[0], input_pass, tensor_facts(problem, grad, w));
-  if (bits.defined() &&
-      ((output_mask[0] && !own_input) || (output_mask[1] && !own_weight) || output_mask[2] || empty)) {
+  if (bits.defined() && (!(own_input || own_weight) || (output_mask[0] && !own_input) ||
+                         (output_mask[1] && !own_weight))) {
     return conv_backward(engine, spec, without(grad_output, bits), input, weight, input_size, weight_size,
                          output_mask);
   }
@@ -197,7 +197,7 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   if (output_mask[2] && !together[2]) {
     std::vector<int64_t> dims{0};
     for (const auto d : irange<int64_t>(2, grad.dim())) dims.push_back(d);
-    grad_bias = at::sum(grad, dims);
+    grad_bias = bits.defined() ? engine.own_bias(grad, bits) : at::sum(grad, dims);
   }
   if (output_mask[1]) grad_weight = grad_weight.contiguous(weight_format(weight));
   return {grad_input, grad_weight, grad_bias};

@@ -151,6 +151,8 @@ class ConvEngine {
   // The weight's gradient; `bits` are of what came back through the operator's output.
   virtual at::Tensor own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
                                 const at::Tensor& bits) const;
+  // The bias's gradient (C) from that of the output, of which bits count.
+  virtual at::Tensor own_bias(const at::Tensor& grad, const at::Tensor& bits) const;
 };
 
 // Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.

@@ -183,6 +183,10 @@ Tensor ConvEngine::own_weight(const ConvProblem&, const Tensor&, const Tensor&, 
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
+Tensor ConvEngine::own_bias(const Tensor&, const Tensor&) const {
+  TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
+}
+
 Tensor weight_stand_in(const ConvProblem& problem, const Tensor& like) {
   return at::empty(problem.weight_sizes(), like.options());
 }

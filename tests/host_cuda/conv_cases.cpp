@@ -19,6 +19,7 @@ using namespace patchconv::kernels;
 namespace {
 
 constexpr int kSharedLimit = 99 * 1024;
+constexpr int kMultiprocessors = 4;
 enum Buffers { kBig, kSmall, kWeight, kBitsRead, kScale, kBias, kResidual, kBitsWritten };
 
 struct Problem {
@@ -67,8 +68,8 @@ struct Problem {
     call.source.bits = c.buffer<const uint8_t>(kBitsRead);
     call.target = tensor(to_big ? kBig : kSmall);
     call.weight = weight(to_big);
-    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual),
-                     c.integer(7) != 0, c.buffer<uint8_t>(kBitsWritten)};
+    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
+                     c.buffer<uint8_t>(kBitsWritten)};
     return call;
   }
 
@@ -133,7 +134,7 @@ void tiles(const Case& c) {
     check_served(plan.buffers > 0);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
     if (!conv_reads_weight(c.type, call)) {
-      const int64_t kernel[3] = {problem.dims[0].kernel, problem.dims[1].kernel, problem.dims[2].kernel};
+      const std::array<int64_t, 3> kernel{problem.dims[0].kernel, problem.dims[1].kernel, problem.dims[2].kernel};
       const int64_t bytes = conv_packed_elements(c.type, call, kernel) * (c.type == Type::kFloat ? 4 : 2);
       packed.assign(static_cast<size_t>(bytes), 0x7f);
       call.weight = launch_conv_pack(c.type, call, kernel, packed.data(), nullptr);
@@ -169,6 +170,32 @@ void stem(const Case& c) {
   });
 }
 
+// Nothing is written where the plan does not serve. The bits that others write are the big grid's.
+void weight(const Case& c) {
+  const Problem problem(c);
+  ConvProducts call = problem.products();
+  call.big.bits = c.buffer<const uint8_t>(kBitsWritten);
+  const ConvWeightPlan plan =
+      plan_conv_weight(c.type, problem.strict(), call, kMultiprocessors, c.integer(8));
+  if (plan.parts == 0) return;
+  const Floats workspace(plan.workspace, c);
+  launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);
+}
+
+// Of the small grid, to the bias.
+void channel_sums(const Case& c) {
+  const Problem problem(c);
+  const ConvProducts products = problem.products();
+  ConvChannelSums call;
+  call.images = products.images;
+  for (int d = 0; d < 3; ++d) call.sizes[d] = products.lines[d].count;
+  call.channels = products.groups * products.outputs;
+  call.source = products.small;
+  call.target = c.buffer(kBias);
+  const Floats workspace(conv_channel_sums_workspace(c.type, call), c);
+  launch_conv_channel_sums(c.type, call, workspace.data, nullptr);
+}
+
 }  // namespace
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
@@ -177,6 +204,8 @@ const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
       {"conv_plain", plain},
       {"conv_tiles", tiles},
       {"conv_stem", stem},
+      {"conv_weight", weight},
+      {"conv_channel_sums", channel_sums},
   };
   return kernels;
 }

@@ -1,8 +1,9 @@
 // Convolutions on the device: sums over taps (core/conv_lines.h) in up to three dimensions, and the weight's
-// gradient. What a convolution of fewer dimensions lacks in front is of size one. No kernel allocates; tensors
-// may have any strides. Half precision and float32 are summed in float32, float64 in float64.
+// gradient. What a convolution of fewer dimensions lacks in front is of size one. No kernel allocates;
+// tensors may have any strides. Half precision and float32 are summed in float32, float64 in float64.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "core/conv_lines.h"
@@ -83,16 +84,6 @@ void launch_conv_plain(Type type, const ConvSums& call, Stream stream);
 void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream);
 void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream);
 
-// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
-struct ConvChannelSums {
-  int64_t images = 0;
-  int64_t sizes[3] = {1, 1, 1};
-  int channels = 0;
-  ConvTensor source;
-  void* target = nullptr;
-};
-void launch_conv_channel_sums(Type type, const ConvChannelSums& call, Stream stream);
-
 // ---------------------------------------------------------------------------------------------------------
 // The halo kernel: a tile of the source with its halo lies in shared memory for all taps of a group of rows;
 // products by tensor cores. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
@@ -116,9 +107,9 @@ bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call);
 // Whether that kernel can read the weight where it lies; else a copy is made for it: (group, tap, output,
 // source), sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
 bool conv_reads_weight(Type type, const ConvSums& call);
-int64_t conv_packed_elements(Type type, const ConvSums& call, const int64_t (&kernel)[3]);
+int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel);
 // Writes the copy and returns how it is read.
-ConvWeight launch_conv_pack(Type type, const ConvSums& call, const int64_t (&kernel)[3], void* packed,
+ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel, void* packed,
                             Stream stream);
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
@@ -128,17 +119,42 @@ void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const C
 bool conv_writes_bits(const ConvSums& call, bool depthwise);
 
 // ---------------------------------------------------------------------------------------------------------
-// The weight's gradient by tensor cores: parts of the images a block, put together in order.
+// The weight's gradient by tensor cores: parts of the images a block, put together in order, so that the same
+// plan gives the same bits. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
 
+// How a launch is cut. A block takes 64 channels of either grid, up to three neighbours in a row of taps and
+// a part of the segments: 32 places of the small grid, in rows of a power of two. The columns of the big grid
+// that a row of places needs are runs, `step` apart, in which each tap finds its columns one after another.
 struct ConvWeightPlan {
-  int parts = 0;  // 0: not served
+  int parts = 0;          // 0: not served
   int64_t workspace = 0;  // floats
-  int shared_bytes = 0;
+  int columns_log2 = 5;   // of a row of places
+  int taps = 1;           // of a block
+  int tap_groups = 1;     // blocks a row of taps
+  int runs = 1;
+  int run_first[3] = {0, 0, 0};  // column, from where the row of places meets the block's first tap
+  int run_begin[3] = {0, 0, 0};  // its number among the columns of all runs
+  int run_columns = 0;           // of all runs
+  int tap_begin[3] = {0, 0, 0};  // number of the column that a tap meets first
 };
+// `workspace_limit` in bytes. Depends on types, sizes and limits alone, not on strides and addresses.
 ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit);
 void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
                         float* workspace, Stream stream);
+
+// ---------------------------------------------------------------------------------------------------------
+// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
+struct ConvChannelSums {
+  int64_t images = 0;
+  int64_t sizes[3] = {1, 1, 1};
+  int channels = 0;
+  ConvTensor source;
+  void* target = nullptr;
+};
+// Its workspace in floats.
+int64_t conv_channel_sums_workspace(Type type, const ConvChannelSums& call);
+void launch_conv_channel_sums(Type type, const ConvChannelSums& call, float* workspace, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // Depthwise: one source channel a group.
