@@ -34,9 +34,11 @@ def test_random_problems(mode, kind):
     choose = random.Random(f"{mode}{kind}")
     torch.manual_seed(choose.randint(0, 999))
     cases = []
-    for number in range(8):
+    for number in range(7):
         pass_ = "big" if mode == "zeros" and number % 2 else "small"
         p = problem(choose, number % 3 + 1, mode)
+        while torch.Size(p.kernel).numel() * torch.Size(p.small_shape).numel() > 20_000:  # a slice a depth is dear here
+            p = problem(choose, number % 3 + 1, mode)
         layout, more = choose.choice(["NCHW", "NHWC", "sliced"]), {}
         read, shape = (p.small_shape, p.big_shape) if pass_ == "big" else (p.big_shape, p.small_shape)
         if layout != "sliced" and number % 3 == 0:
