@@ -77,9 +77,9 @@ def backend(name: str | None = None) -> Any:
     """Which code computes. Without an argument returns it, with one sets it; also for a block by `with`.
 
     "auto": whatever is fastest of what is exact. "aten": tiles are cut, computed and put together by stock operators
-    alone. "native": as "auto", and on CUDA the project's own kernels for packed masks, sums with ReLU, dropout, pools
-    and norms. They have not been measured on a GPU yet, and "auto" leaves them out. A build without CUDA raises
-    ValueError for it. What backward makes again is made by the code that made it first, whatever is set by then.
+    alone. "native": as "auto", and on CUDA the project's own kernels for convolutions, packed masks, sums with ReLU,
+    dropout, pools and norms. They have not been measured on a GPU yet, and "auto" leaves them out. A build without CUDA
+    raises ValueError for it. What backward makes again is made by the code that made it first, whatever is set by then.
     """
     if name is None:
         return _C.backend()
@@ -93,8 +93,8 @@ def backend(name: str | None = None) -> Any:
 def last_path() -> dict[str, Any]:
     """What the last convolution pass of this process did.
 
-    Keys: op ("conv2d"), pass ("fprop", "dgrad", "wgrad"), path ("stock": one call of the stock operator, or "tiled"),
-    tiles (pieces a spatial dimension), batch_step (images a tile), count (tiles computed), views (of them, tiles
+    Keys: op ("conv2d"), pass ("fprop", "dgrad", "wgrad"), path ("stock": one call of the stock operator, "tiled", or
+    "native": a kernel of this project's), kernel (of "native" its name, else None), tiles (pieces a spatial dimension), batch_step (images a tile), count (tiles computed), views (of them, tiles
     whose input was read in place).
     """
     return _C.last_path()
