@@ -158,11 +158,12 @@ class Timer:
         times: list[float] = []
         start = time.perf_counter()
         while len(times) < least or (len(times) < most and time.perf_counter() - start < budget):
-            self._flush.zero_()
-            times.append(self._once(call))
+            times.append(self.once(call))
         return times
 
-    def _once(self, call: Callable[[], Any]) -> float:
+    def once(self, call: Callable[[], Any]) -> float:
+        """Of one call."""
+        self._flush.zero_()
         if self._device != "cuda":
             return measure.seconds_of(call) * 1e3
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
