@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure, report_kernels, report_tune
+from . import figures, measure, report_convs, report_kernels, report_tune
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -313,6 +313,8 @@ def gpu(data: dict[str, Any]) -> str:
         parts.append(table(report_kernels.VERDICTS_HEAD, report_kernels.verdicts(rows)) + "\n")
         parts.append(report_kernels.allocations(rows) + "\n")
         parts.append(table(report_kernels.ROWS_HEAD, report_kernels.lines_of(rows)) + "\n")
+    for title, text, head, lines in report_convs.tables(data.get("convs", {})):
+        parts.append(f"## {title}\n\n{text}\n\n{table(head, lines)}\n")
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _gpu_memory),
         ("speed", "Time, ms, median (least to most), level-2 cache flushed before every call", _gpu_time),

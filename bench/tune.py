@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native import _C, conv_rules
+from patchconv_native import conv_rules
 
 from . import cases, measure, report, tune_rules
 from .gpu_measure import Timer, guarded
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     gpu = torch.cuda.get_device_properties(0)
     name = f"sm_{gpu.major}{gpu.minor}"
     torch.backends.cudnn.benchmark = True
-    _C.set_conv_rules(conv_rules.architecture(name), None)  # so that "auto" is cuDNN
+    conv_rules.take_away(name)  # so that "auto" is cuDNN
     end = time.perf_counter() + arguments.budget
     shapes = grid(arguments.size)
     rows = measure_all(shapes, "cuda", ROUNDS[arguments.size], lambda: end - time.perf_counter())

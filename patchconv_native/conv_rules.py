@@ -73,10 +73,16 @@ def load(path: Path = PATH) -> None:
     _tables.update(found)
 
 
+def take_away(name: str) -> None:
+    """No rules for this architecture from now on, in this process."""
+    _C.set_conv_rules(architecture(name), None)
+    _tables.pop(name, None)
+
+
 def said(capability: tuple[int, int], device: str) -> str:
     """What there is for a GPU of this compute capability, in a line."""
     name = f"sm_{capability[0]}{capability[1]}"
-    if not _C.has_conv_rules(architecture(name)):
+    if name not in _tables:
         return f"no rules for {name} ({device}): cuDNN computes under 'auto'; `python -m bench.tune` measures"
     entry = _tables[name]
     count = sum(rule["native"] for rule in entry["rules"])

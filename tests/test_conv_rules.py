@@ -134,6 +134,8 @@ def test_a_file_is_loaded_and_replaced(tmp_path: Path) -> None:
     path.write_text(json.dumps({"sm_90": ENTRY, "sm_80": ENTRY}))
     conv_rules.load(path)
     assert taken() and not taken(layout="channels_last") and _C.has_conv_rules(80)
+    conv_rules.take_away("sm_80")
+    assert not _C.has_conv_rules(80) and taken()
     said = "1 rule for sm_90 by which 'auto' takes own kernels, measured 2030-01-02 on a GPU"
     assert conv_rules.said((9, 0), "X") == said
     path.write_text(json.dumps({"sm_80": ENTRY}))
