@@ -116,10 +116,7 @@ def test_probed_places_are_exact(layout: str, kernel: int, stride: int, groups: 
     with_relu = (y + bias.double().view(-1, 1, 1)).relu()
     exact = [
         (conv_errors.at(y, out), conv_errors.forward(job, x, weight, None, out)),
-        (
-            conv_errors.at((y + bias.double().view(-1, 1, 1)).relu(), out),
-            conv_errors.forward(job, x, weight, bias, out),
-        ),
+        (conv_errors.at(with_relu, out), conv_errors.forward(job, x, weight, bias, out)),
         (conv_errors.at(grad_x, back), conv_errors.input_gradient(job, grad, weight, back)),
         (conv_errors.at(grad_w, taps), conv_errors.weight_gradient(job, x, grad, taps)),
     ]
