@@ -103,16 +103,17 @@ class ConvJob:
     def filled(self, size: tuple[int, int, int, int], device: str, content: str = "noise") -> Tensor:
         x = torch.empty(size, dtype=DTYPES[self.dtype], device=device, memory_format=LAYOUTS[self.layout])
         generator = torch.Generator(device).manual_seed(1)
-        if content == "noise":
-            for image in x:  # in pieces: the random numbers are float32 first
-                for part in image.split(max(1, 2**28 // image[0].numel())):
+        rows, columns = (torch.arange(n, device=device) for n in size[2:])
+        ramp = 2 * rows.view(-1, 1) + 3 * columns
+        for number, image in enumerate(x):
+            first = 0
+            for part in image.split(max(1, 2**27 // image[0].numel())):  # numbers of wider types are made first
+                if content == "noise":
                     part.copy_(torch.randn(part.shape, device=device, generator=generator))
-            return x
-        rows = torch.arange(size[2], device=device).view(-1, 1) * 2
-        ramp = rows + 3 * torch.arange(size[3], device=device)
-        for image in range(size[0]):
-            for channel in range(size[1]):
-                x[image, channel] = ((ramp + 5 * channel + 7 * image) % 64) / 8.0 - 3
+                else:
+                    channels = torch.arange(first, first + len(part), device=device).view(-1, 1, 1)
+                    part.copy_((ramp + 5 * channels + 7 * number) % 64 / 8.0 - 3)
+                first += len(part)
         return x
 
 

@@ -25,7 +25,7 @@ from .cases import UNIT
 from .conv_cases import DTYPES, PASSES, ConvJob, peak_gib, targets
 from .conv_rivals import AUTO, NATIVE, OURS, STOCK, Call
 from .gpu_measure import Deadline, Save, Timer, first_line, guarded
-from .measure import MIB, Spread
+from .measure import GIB, MIB, Spread
 
 SECONDS = {"full": 0.1, "tiny": 0.0}  # of one of the two visits to a way
 AHEAD = 12  # jobs: three cases in both types and layouts
@@ -92,7 +92,7 @@ def timed_sides(calls: dict[str, Callable[[], Call]], pass_: str, device: str, t
             if "error" in found[side]:
                 continue
             visit = partial(_visit, make, side, pass_, device, timer, seconds, samples[side], turn == 0)
-            found[side] |= guarded(visit, device)
+            found[side] |= guarded(visit, device, tidy=False)
     for side, taken in samples.items():
         if "error" not in found[side]:
             found[side] |= {"ms": Spread.of(taken).facts(5), "calls": len(taken)}
@@ -131,7 +131,7 @@ def _timed(job: ConvJob, pass_: str, device: str, timer: Timer, seconds: float) 
 def measured(job: ConvJob, pass_: str, device: str, timer: Timer, seconds: float) -> dict[str, Any]:
     """A row of the results."""
     row: dict[str, Any] = {"sides": _timed(job, pass_, device, timer, seconds), "floor_bytes": job.bytes}
-    row["errors"] = guarded(lambda: errors(job, pass_, device), device)
+    row["errors"] = guarded(lambda: errors(job, pass_, device), device, tidy=False)
     return row | judged(job, pass_, row, on_h100(device))
 
 
@@ -205,7 +205,8 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
             if left() <= 0:
                 missing.append(f"convs: {job} {pass_}")
                 continue
-            found = guarded(partial(measured, job, pass_, device, timer, SECONDS[size]), device)
+            work = partial(measured, job, pass_, device, timer, SECONDS[size])
+            found = guarded(work, device, tidy=job.bytes > GIB)
             row = job.facts() | {"pass": pass_} | found
             data["rows"].append(row)
             print(said_of(job, pass_, row), flush=True)

@@ -82,7 +82,7 @@ def _front_end(job: ConvJob, x: Tensor, weight: Tensor, bias: Tensor) -> Call:
 
     image, kernel, shift = tensor("x", x), tensor("w", weight), tensor("b", wide_bias)
     y = torch.empty(job.output_size, dtype=x.dtype, device=x.device,
-                    memory_format=measured_format(x))  # fmt: skip
+                    memory_format=format_of(x))  # fmt: skip
     pads, strides = [job.padding] * 2, [job.stride] * 2
     sums = graph.conv_fprop(image=image, weight=kernel, padding=pads, stride=strides, dilation=[1, 1])
     out = graph.relu(input=graph.bias(name="bias", input=sums, bias=shift))
@@ -98,7 +98,8 @@ def _front_end(job: ConvJob, x: Tensor, weight: Tensor, bias: Tensor) -> Call:
     return run
 
 
-def measured_format(x: Tensor) -> torch.memory_format:
+def format_of(x: Tensor) -> torch.memory_format:
+    """channels_last only where it is not NCHW as well."""
     last = torch.channels_last
     return last if x.is_contiguous(memory_format=last) and not x.is_contiguous() else torch.contiguous_format
 

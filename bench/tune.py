@@ -156,7 +156,7 @@ def first_calls(calls: dict[str, Callable[[], Any]], pass_: str, device: str) ->
     """What keeps a side from being timed."""
     wrong = {}
     for side, call in calls.items():
-        found = guarded(partial(_who, call, pass_), device)
+        found = guarded(partial(_who, call, pass_), device, tidy=False)
         if "error" in found:
             wrong[side] = found["error"]
         elif found["own"] != (side == OWN):
@@ -191,7 +191,7 @@ def measure_all(shapes: list[Shape], device: str, rounds: int, left: Callable[[]
     for shape in shapes:
         row: dict[str, Any] = {}
         if left() > 0:
-            row = guarded(partial(measured, shape, device, timer, rounds), device)
+            row = guarded(partial(measured, shape, device, timer, rounds), device, tidy=False)
             print(line(shape, row), flush=True)
         rows.append(asdict(shape) | row)
     return rows

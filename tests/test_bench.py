@@ -223,7 +223,7 @@ def test_gpu_parts_share_less_than_eight_minutes() -> None:
     assert list(gpu.PARTS)[-1] == "speed", "what is left goes to the last"
 
 
-def test_running_out_of_memory_is_a_result() -> None:
+def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory() -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 44.00 GiB.")
 
@@ -233,6 +233,11 @@ def test_running_out_of_memory_is_a_result() -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    collected = []
+    monkeypatch.setattr(gpu_measure.gc, "collect", lambda: collected.append(1))
+    assert gpu_measure.guarded(lambda: {}, "cpu", tidy=False) == {} and not collected
+    assert gpu_measure.guarded(out_of_memory, "cpu", tidy=False) == {"error": "OOM"} and len(collected) == 1
+    assert gpu_measure.guarded(lambda: {}, "cpu") == {} and len(collected) == 2
     assert gpu_measure.guarded(out_of_memory, "cpu") == {"error": "OOM"}
     assert gpu_measure.guarded(refused, "cpu") == {"error": "cuDNN says no"}
     with pytest.raises(RuntimeError, match="illegal memory access"):
