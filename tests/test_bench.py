@@ -235,9 +235,9 @@ def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> N
 
     collected = []
     monkeypatch.setattr(gpu_measure.gc, "collect", lambda: collected.append(1))
-    assert gpu_measure.guarded(lambda: {}, "cpu", tidy=False) == {} and not collected
+    assert gpu_measure.guarded(dict, "cpu", tidy=False) == {} and not collected
     assert gpu_measure.guarded(out_of_memory, "cpu", tidy=False) == {"error": "OOM"} and len(collected) == 1
-    assert gpu_measure.guarded(lambda: {}, "cpu") == {} and len(collected) == 2
+    assert gpu_measure.guarded(dict, "cpu") == {} and len(collected) == 2
     assert gpu_measure.guarded(out_of_memory, "cpu") == {"error": "OOM"}
     assert gpu_measure.guarded(refused, "cpu") == {"error": "cuDNN says no"}
     with pytest.raises(RuntimeError, match="illegal memory access"):

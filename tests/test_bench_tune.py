@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from bench import gpu_measure, report, report_tune, tune, tune_rules
+from bench import gpu_measure, measure, report, report_tune, tune, tune_rules
 from bench.tune_rules import Box, Point, boxes, derive
 from patchconv_native import _C, conv_rules
 
@@ -226,3 +226,40 @@ def test_without_a_gpu() -> None:
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, "-m", "bench.tune"], cwd=root, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr.splitlines()) == (2, "", [tune.NO_GPU])
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_run(dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a GPU that is not there and times that were not measured."""
+
+    class Properties:
+        name, major, minor = "NVIDIA X 9", 7, 0
+
+    def fake(shapes: list[tune.Shape], device: str, rounds: int, left: Any) -> list[dict[str, Any]]:
+        assert device == "cuda" and rounds == tune.ROUNDS["full"] and 0 < left() <= 5
+        assert not _C.has_conv_rules(ARCH), "auto is to be cuDNN"
+        return [vars(s) | {"ms": {"auto": 2.0, "native": 1.0}, "ratio": 2.0} for s in shapes]
+
+    head = measure.report_head
+    shapes = [s for s in tune.grid("full")[:52] if s.sources == s.outputs]
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(tune.measure, "report_head", lambda bench, size, device: head(bench, size))
+    monkeypatch.setattr(tune.torch.backends.cudnn, "version", lambda: 92400)
+    monkeypatch.setattr(tune, "grid", lambda size: shapes)
+    monkeypatch.setattr(tune, "measure_all", fake)
+    monkeypatch.setattr(tune.torch.backends.cudnn, "benchmark", False)
+    _C.set_conv_rules(ARCH, [{"native": True}])
+    path = tmp_path / "rules.json"
+    path.write_text("{}\n")
+    options = ["--budget", "5", "--rules", str(path), "--out", str(tmp_path)] + ["--dry-run"] * dry
+    assert tune.main(options) == 0
+    said = capsys.readouterr().out
+    assert "| fprop | bfloat16 | NCHW | 1 | 4 to 512 | 4 to 512 | 9 | 1 | 100352 and more |" in said
+    if dry:
+        assert conv_rules.read(path) == {} and len(list(tmp_path.iterdir())) == 1
+        return
+    entry = conv_rules.read(path)["sm_70"]
+    assert entry["device"] == "NVIDIA X 9" and len(entry["rules"]) == 1
+    assert json.loads((tmp_path / "tune-nvidia-x-9.json").read_text())["rules"] == entry["rules"]
+    assert "own convolution kernels beside cuDNN" in (tmp_path / "tune-nvidia-x-9.md").read_text()
