@@ -2,8 +2,8 @@
 
 The tests ask the same in far more configurations; this is the short form that fits into minutes on a new
 device, and that a memory checker can run: `python -m bench.correct --device cuda [--few]`. Exit code 1 if
-anything is off. Here are the convolutions; bench/correct_kernels.py and
-bench/correct_norms.py have the rest.
+anything is off. Here are the convolutions, by stock operators and under pc.backend("native") in shapes that its kernels
+divide in different ways (bench/correct_convs.py); bench/correct_kernels.py and bench/correct_norms.py have the rest.
 
 Exact values come from stock PyTorch in float64 on the CPU, fed with the rounded tensors that the device gets.
 An error may be 1.1 times stock's largest on the same device in the same type, plus what rounding the result
@@ -29,7 +29,7 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-from . import correct_kernels, correct_norms
+from . import correct_convs, correct_kernels, correct_norms
 from .cases import CONTENTS, UNIT, contents
 
 RESULTS = ("output", "grad_input", "grad_weight", "grad_bias")
@@ -53,6 +53,11 @@ class Check:
     content: str = "noise"
     channels_last: bool = False
     splits: int | None = None
+    channels: int = CHANNELS
+    outputs: int | None = None
+    sizes: tuple[int, ...] | None = None
+    native: bool = False  # by the project's own kernels, where there is a GPU
+    tf32: bool = False  # allowed
 
     @property
     def name(self) -> str:
@@ -60,9 +65,10 @@ class Check:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} kernel {self.kernel} stride {self.stride} padding {self.padding} {self.mode} "
-            f"output_padding {self.output_padding} dilation {self.dilation} groups {self.groups} "
-            f"{self.dtype} {self.content} "
+            f"{'native ' if self.native else ''}{self.name} {self.channels}->{self.outputs or 'some'} "
+            f"{self.sizes or SIZES[self.dims]} kernel {self.kernel} stride {self.stride} padding {self.padding} "
+            f"{self.mode} output_padding {self.output_padding} dilation {self.dilation} groups {self.groups} "
+            f"{self.dtype}{' TF32' if self.tf32 else ''} {self.content} "
             f"{'channels_last' if self.channels_last else 'contiguous'} splits {self.splits}"
         )
 
@@ -92,9 +98,9 @@ class Check:
     def tensors(self) -> list[Tensor]:
         """Input, weight and bias on the CPU, in the type of the check."""
         generator = torch.Generator().manual_seed(7)
-        outputs = 2 * CHANNELS if self.groups > 1 else 6
-        ends = (CHANNELS, outputs // self.groups) if self.transposed else (outputs, CHANNELS // self.groups)
-        x = contents((BATCH, CHANNELS, *SIZES[self.dims]), self.content, generator)
+        channels, outputs = self.channels, self.outputs or (2 * CHANNELS if self.groups > 1 else 6)
+        ends = (channels, outputs // self.groups) if self.transposed else (outputs, channels // self.groups)
+        x = contents((BATCH, channels, *(self.sizes or SIZES[self.dims])), self.content, generator)
         w = torch.randn((*ends, *self.kernel), generator=generator) / 6
         b = torch.randn(outputs, generator=generator)
         return [t.to(self.dtype) for t in (x, w, b)]
@@ -128,6 +134,15 @@ def checks(few: bool = False) -> Iterator[Check]:
                     yield replace(kind, dtype=dtype, content=content, channels_last=last, splits=splits)
 
 
+def native_checks(few: bool = False) -> Iterator[Check]:
+    """The project's own convolution kernels: every kind in every type, contents and layouts take turns."""
+    turns = itertools.cycle(itertools.product(CONTENTS, (False, True)))
+    types = correct_convs.TYPES[:: 2 if few else 1]
+    for kind, (dtype, tf32) in itertools.product(correct_convs.KINDS[:: 3 if few else 1], types):
+        for content, last in itertools.islice(turns, 1 if few else 3):  # 3 and 8 have no common divisor
+            yield Check(**kind, dtype=dtype, tf32=tf32, content=content, channels_last=last, native=True)
+
+
 def passes(call: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor | None) -> list[Tensor]:
     """[output, grad_input, grad_weight, grad_bias]. Without a gradient, that of ones."""
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -148,15 +163,17 @@ def excess(check: Check, device: str) -> tuple[float, str]:
     if check.channels_last and check.dims > 1:
         last: Any = torch.channels_last if check.dims == 2 else torch.channels_last_3d
         there[0] = there[0].contiguous(memory_format=last)
-    limit = contextlib.nullcontext() if check.splits else pc.workspace_limit(SMALL_LIMIT)
-    with limit, pc.record_paths() as records:
-        ours = passes(check.ours, there, grad.to(device))
-    try:
-        stock: list[Tensor] | None = passes(check.stock, there, grad.to(device))
-    except RuntimeError:
-        stock = None  # stock does not serve this type here: the bound is that of rounding alone
+    limit = contextlib.nullcontext() if check.splits or check.native else pc.workspace_limit(SMALL_LIMIT)
+    kernels = correct_kernels.native(device) if check.native else contextlib.nullcontext()
+    with correct_convs.allowed(check.tf32):
+        with limit, kernels, pc.record_paths() as records:
+            ours = passes(check.ours, there, grad.to(device))
+        try:
+            stock: list[Tensor] | None = passes(check.stock, there, grad.to(device))
+        except RuntimeError:
+            stock = None  # stock does not serve this type here: the bound is that of rounding alone
 
-    wrong = ""
+    wrong = correct_convs.not_native(records) if check.native and device == "cuda" else ""
     pieces = max((r["count"] for r in records if r["pass"] == "fprop"), default=0)
     if check.splits in (3, 50) and pieces < 2:
         wrong = f"asked for {check.splits} splits, computed in {pieces} tiles"
@@ -167,7 +184,8 @@ def excess(check: Check, device: str) -> tuple[float, str]:
         if got.shape != wanted.shape or got.dtype != check.dtype:
             return float("inf"), f"{RESULTS[index]}: {got.dtype} {tuple(got.shape)}"
         theirs = (stock[index].cpu().double() - wanted).abs().max() if stock else torch.zeros(())
-        bound = 1.1 * theirs + UNIT[check.dtype] * wanted.abs() + 2 * terms * accumulator * size + 1e-300
+        products = 2 * terms * accumulator + (correct_convs.TF32 if check.tf32 else 0.0)
+        bound = 1.1 * theirs + UNIT[check.dtype] * wanted.abs() + products * size + 1e-300
         if check.dtype == torch.float16:
             bound = bound + 2.0**-25  # half a step between denormal numbers
         ratio = float(((got.cpu().double() - wanted).abs() / bound).nan_to_num(float("inf")).max())
@@ -212,10 +230,13 @@ def run(
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     wanted: list[tuple[str, Callable[[str], tuple[float, str]]]] = []
-    if only != "convolutions":
+    if only in ("all", "kernels"):
         wanted += [("kernels, large", correct_kernels.probe_large), ("norms, large", correct_norms.probe_large)] * large
         wanted += itertools.chain(correct_kernels.checks(few), correct_norms.checks(few))
-    if only != "kernels":
+    if only in ("all", "kernels", "native"):
+        wanted += correct_convs.fused_checks(few)
+        wanted += [(str(check), partial(excess, check)) for check in native_checks(few)]
+    if only in ("all", "convolutions"):
         wanted += [("large", probe_large)] * large
         wanted += [(str(check), partial(excess, check)) for check in checks(few)]
     start = time.perf_counter()
@@ -240,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--few", action="store_true", help="fewer kinds, two types: for slow memory checkers")
-    parser.add_argument("--only", choices=("all", "convolutions", "kernels"), default="all")
+    parser.add_argument("--only", choices=("all", "convolutions", "kernels", "native"), default="all",
+                        help="native: the convolution kernels, a part of kernels")  # fmt: skip
     arguments = parser.parse_args(argv)
     found = run(arguments.device, arguments.few, only=arguments.only)
     print(f"{found['checked']} checks of {found['of']}, largest error {found['worst']:.3f} of its bound")

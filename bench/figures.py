@@ -8,6 +8,7 @@ from typing import Any
 from .measure import GIB
 
 COLOURS = {"stock": "#8d99a6", "patch_conv": "#e0a030", "ours": "#1f6fb4"}
+FUSED = {"cudnn_convolution_relu": "#b56576", "cudnn front end": "#6d597a"}  # rivals of fused convolutions
 LEAN_COLOURS = {"memsave": "#e0a030", "convert": "#7fb2dc", "functional": "#1f6fb4"}
 FLOOR = "#222222"
 DPI = 130
@@ -98,7 +99,7 @@ def _legend(figure: Any, sides: list[str], floor: str | None) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=COLOURS[side], label=side) for side in sides]
+    handles: list[Any] = [Patch(color=(COLOURS | FUSED)[side], label=side) for side in sides]
     if floor:
         handles.append(Line2D([], [], color=FLOOR, lw=1.1, label=floor))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
@@ -224,11 +225,25 @@ def _lean_legend(figure: Any, sides: list[str]) -> None:
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
 
 
+def fused_bars(rows: list[dict[str, Any]], most: int = 8) -> list[dict[str, Any]]:
+    """A bar a way that was timed, of the forward passes of the first cases."""
+    chosen = [row for row in rows if row["pass"] == "fprop" and "sides" in row]
+    cases = list(dict.fromkeys((row["name"], row["dtype"]) for row in chosen))[:most]
+    return [
+        {"name": f"{row['name']} {row['dtype']}", "variant": f"{side} {row['layout']}", "layout": row["layout"],
+         "implementation": side.partition(",")[0], "floor_ms": row.get("floor_ms"), "ms": found["ms"]}
+        for row in chosen if (row["name"], row["dtype"]) in cases
+        for side, found in row["sides"].items() if "ms" in found
+    ]  # fmt: skip
+
+
 def gpu(data: dict[str, Any]) -> Any:
-    """Memory at the peak and time of the forward pass, each case a group of bars."""
+    """Memory at the peak and time of the forward pass, each case a group of bars; and of fused convolutions."""
     memory = [row for row in data.get("memory", []) if row["pass"] == "fprop"]
     speed = [row for row in data.get("speed", []) if row["pass"] == "fprop"]
-    panels = [(rows, kind) for rows, kind in ((memory, "memory"), (speed, "speed")) if rows]
+    fused = fused_bars(data.get("convs", {}).get("rows", []))
+    kinds = ((memory, "memory"), (speed, "speed"), (fused, "fused"))
+    panels = [(rows, kind) for rows, kind in kinds if rows]
     if not panels:
         return None
     longest = max(len({row["name"] for row in rows}) for rows, _ in panels)
@@ -241,7 +256,7 @@ def gpu(data: dict[str, Any]) -> Any:
             for row in (r for r in rows if r["name"] == name):
                 floor = row["floor_bytes"] / GIB if kind == "memory" else row["floor_ms"]
                 at = place - 0.42 + step * (variants.index(row["variant"]) + 0.5)
-                colour = COLOURS[row["implementation"]]
+                colour = (COLOURS | FUSED)[row["implementation"]]
                 if "error" in row:
                     ax.text(
                         0,
@@ -255,13 +270,16 @@ def gpu(data: dict[str, Any]) -> Any:
                 value = floor + row["workspace"] / GIB if kind == "memory" else row["ms"]["median"]
                 ax.barh(at, value, step * 0.9, color=colour, alpha=1.0 if row["layout"] == "NCHW" else 0.65)
                 ax.text(value, at, f" {row['variant']} {value:.2f}", va="center", fontsize=5)
+                if floor is None:  # of no H100
+                    continue
                 ax.plot([floor, floor], [place - 0.45, place + 0.45], color=FLOOR, lw=1)
         ax.set_yticks(range(len(names)), names)
         ax.tick_params(labelsize=7)
         ax.invert_yaxis()
         ax.set_xlim(0, ax.get_xlim()[1] * 1.15)
-        ax.set_xlabel("GiB at the peak" if kind == "memory" else "ms", fontsize=8)
+        names_of = {"memory": "GiB at the peak", "speed": "ms", "fused": "ms, with bias and ReLU in one call"}
+        ax.set_xlabel(names_of[kind], fontsize=8)
         _bare(ax)
-    _legend(figure, list(COLOURS), "floor (paler: channels_last)")
+    _legend(figure, [*COLOURS, *(FUSED if fused else ())], "floor (paler: channels_last)")
     _foot(figure, data)
     return figure

@@ -6,6 +6,7 @@ Parts, each in a process of its own, so that none can end the others:
   sanitizer  compute-sanitizer over a few small cases, where the tool is on PATH: memcheck, racecheck of our kernels
   masks, norms, pools, dropout
              times of the memory-bound kernels beside stock's and a plain copy (bench.gpu_kernels)
+  convs      convolutions with bias and ReLU, and gradients, beside every rival: time, memory, error (bench.conv_gpu)
   memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
   speed      times of the same
 `--only PART` runs one of them and keeps the others' earlier results. Results are written as they come, to
@@ -29,11 +30,11 @@ from typing import Any
 
 import torch
 
-from . import correct, gpu_kernels, gpu_measure, measure, report, report_kernels
+from . import conv_gpu, correct, gpu_kernels, gpu_measure, measure, report, report_convs, report_kernels
 
 # Seconds of the total that a part may take; what one leaves, the last (speed) gets.
-SHARES = {"tests": 125.0, "correct": 52.0, "sanitizer": 52.0, "masks": 23.0, "norms": 40.0, "pools": 34.0,
-          "dropout": 14.0, "memory": 50.0, "speed": 70.0}  # fmt: skip
+SHARES = {"tests": 110.0, "correct": 60.0, "sanitizer": 48.0, "masks": 18.0, "norms": 30.0, "pools": 26.0,
+          "dropout": 11.0, "convs": 70.0, "memory": 40.0, "speed": 50.0}  # fmt: skip
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
 
@@ -147,6 +148,13 @@ def kernels(section: str, run: Run) -> None:
     print(report_kernels.allocations(rows), flush=True)
 
 
+def convs(run: Run) -> None:
+    data = run.data["convs"] = {}
+    run.missing("convs:", conv_gpu.measure_section(run.size, run.device, data, run.save, run.left))
+    for line in report_convs.verdicts(data["rows"]):
+        print("  ".join(line), flush=True)
+
+
 def _measured(run: Run, part: str) -> None:
     torch.backends.cudnn.benchmark = True
     run.data["limits"] = limits = gpu_measure.device_limits(run.device)
@@ -171,6 +179,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "correct": correctness,
     "sanitizer": sanitizer,
     **{section: partial(kernels, section) for section in gpu_kernels.SECTIONS},
+    "convs": convs,
     "memory": memory,
     "speed": speed,
 }

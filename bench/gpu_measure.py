@@ -64,8 +64,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def guarded(measured: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """What `measured` returns, or {"error": ...}: out of memory and refusals must not end a run."""
+def guarded(measured: Callable[[], dict[str, Any]], device: str, tidy: bool = True) -> dict[str, Any]:
+    """What `measured` returns, or {"error": ...}: out of memory and refusals must not end a run. Memory that is cached
+    is given back, unless all went well and `tidy` is False: it takes tens of milliseconds."""
     result: dict[str, Any]
     try:
         result = measured()
@@ -75,6 +76,8 @@ def guarded(measured: Callable[[], dict[str, Any]], device: str) -> dict[str, An
         if "CUDA error" in str(error):
             raise  # the device's state is lost: this process can measure nothing more
         result = {"error": first_line(error)}
+    if not tidy and "error" not in result:
+        return result
     # Only now are the frames that held tensors gone.
     gc.collect()
     if device == "cuda":
@@ -158,11 +161,12 @@ class Timer:
         times: list[float] = []
         start = time.perf_counter()
         while len(times) < least or (len(times) < most and time.perf_counter() - start < budget):
-            self._flush.zero_()
-            times.append(self._once(call))
+            times.append(self.once(call))
         return times
 
-    def _once(self, call: Callable[[], Any]) -> float:
+    def once(self, call: Callable[[], Any]) -> float:
+        """Of one call."""
+        self._flush.zero_()
         if self._device != "cuda":
             return measure.seconds_of(call) * 1e3
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure, report_kernels
+from . import figures, measure, report_convs, report_kernels, report_tune
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -276,6 +276,17 @@ def lean_speed(data: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def tune(data: dict[str, Any]) -> str:
+    parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: own convolution kernels beside cuDNN")]
+    parts.append("cuDNN's time in row strips in units of ours, medians of turns: above 1, ours is faster.\n")
+    parts.append(table(*report_tune.ratios(data["rows"])) + "\n")
+    parts.append(f"## Rules\n\n{len(data['rules'])} rules take the project's kernel:\n")
+    parts.append(table(report_tune.RULES_HEAD, report_tune.rules(data["rules"])) + "\n")
+    if data["missing"]:
+        parts.append("Not reached in time, so never taken: " + "; ".join(data["missing"]) + "\n")
+    return "\n".join(parts)
+
+
 def gpu(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: checks, memory and time")]
     if "tests" in data:
@@ -302,6 +313,8 @@ def gpu(data: dict[str, Any]) -> str:
         parts.append(table(report_kernels.VERDICTS_HEAD, report_kernels.verdicts(rows)) + "\n")
         parts.append(report_kernels.allocations(rows) + "\n")
         parts.append(table(report_kernels.ROWS_HEAD, report_kernels.lines_of(rows)) + "\n")
+    for title, text, head, lines in report_convs.tables(data.get("convs", {})):
+        parts.append(f"## {title}\n\n{text}\n\n{table(head, lines)}\n")
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _gpu_memory),
         ("speed", "Time, ms, median (least to most), level-2 cache flushed before every call", _gpu_time),
@@ -349,6 +362,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lean_error": lean_error,
     "lean_speed": lean_speed,
     "gpu": gpu,
+    "tune": tune,
 }
 
 

@@ -9,9 +9,13 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
+#include <utility>
 
 #include "core/build_facts.h"
+#include "core/conv_rules.h"
 #include "core/settings.h"
 #include "ops/conv_rooms.h"
 #include "ops/explain.h"
@@ -78,6 +82,85 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
   return d;
 }
 
+// Rules: a dict each, as patchconv_native/conv_rules.json has them.
+
+[[noreturn]] void bad_rule(size_t number, const std::string& expected, const py::handle& got) {
+  throw py::value_error("conv rule " + std::to_string(number) + ": expected " + expected + ", got " +
+                        py::repr(got).cast<std::string>());
+}
+
+int64_t rule_end(const py::handle& end, size_t number, const std::string& name, const py::handle& range) {
+  if (end.is_none()) return -1;
+  if (!py::isinstance<py::int_>(end) || py::isinstance<py::bool_>(end)) {
+    bad_rule(number, name + " to be [least, most], each a number or None", range);
+  }
+  return end.cast<int64_t>();
+}
+
+patchconv::ConvRange rule_range(const py::handle& value, size_t number, const std::string& name) {
+  const bool pair = py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value);
+  if (!pair || py::len(value) != 2)
+    bad_rule(number, name + " to be [least, most], each a number or None", value);
+  const auto ends = py::reinterpret_borrow<py::sequence>(value);
+  return {rule_end(ends[0], number, name, value), rule_end(ends[1], number, name, value)};
+}
+
+patchconv::ConvRule rule_of(const py::handle& given, size_t number) {
+  if (!py::isinstance<py::dict>(given)) bad_rule(number, "a dict", given);
+  patchconv::ConvRule rule;
+  bool decides = false;
+  const std::pair<const char*, patchconv::ConvRange patchconv::ConvRule::*> ranges[] = {
+      {"groups", &patchconv::ConvRule::groups},   {"sources", &patchconv::ConvRule::sources},
+      {"outputs", &patchconv::ConvRule::outputs}, {"taps", &patchconv::ConvRule::taps},
+      {"stride", &patchconv::ConvRule::stride},   {"places", &patchconv::ConvRule::places}};
+  for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(given)) {
+    const auto name = py::str(key).cast<std::string>();
+    const auto* range = std::find_if(std::begin(ranges), std::end(ranges),
+                                     [&](const auto& one) { return name == one.first; });
+    if (range != std::end(ranges)) {
+      rule.*(range->second) = rule_range(value, number, name);
+    } else if (name == "native") {
+      if (!py::isinstance<py::bool_>(value)) bad_rule(number, "native to be True or False", value);
+      rule.native = value.cast<bool>();
+      decides = true;
+    } else if (name == "layout") {
+      const auto layout = py::str(value).cast<std::string>();
+      if (layout != "NCHW" && layout != "channels_last") {
+        bad_rule(number, "layout to be 'NCHW' or 'channels_last'", value);
+      }
+      rule.channels_last = layout == "channels_last";
+    } else if (name == "pass" || name == "dtype") {
+      if (!py::isinstance<py::str>(value) || py::len(value) == 0)
+        bad_rule(number, name + " to be a name", value);
+      (name == "pass" ? rule.pass : rule.dtype) = value.cast<std::string>();
+    } else {
+      bad_rule(number, "native, pass, dtype, layout, groups, sources, outputs, taps, stride or places", key);
+    }
+  }
+  if (!decides) bad_rule(number, "native to be given", given);
+  return rule;
+}
+
+void set_conv_rules(int arch, const std::optional<py::list>& given) {
+  std::optional<std::vector<patchconv::ConvRule>> rules;
+  if (given) {
+    rules.emplace();
+    for (const auto& one : *given) rules->push_back(rule_of(one, rules->size()));
+  }
+  patchconv::set_conv_rules(arch, std::move(rules));
+}
+
+bool prefers_own_kernel(int arch, const std::string& pass, const std::string& dtype,
+                        const std::string& layout, int64_t groups, int64_t sources, int64_t outputs,
+                        int64_t taps, int64_t stride, int64_t places) {
+  if (layout != "NCHW" && layout != "channels_last") {
+    throw py::value_error("prefers_own_kernel: expected layout to be 'NCHW' or 'channels_last', got '" +
+                          layout + "'");
+  }
+  return patchconv::prefers_own_kernel(
+      arch, {pass, dtype, layout == "channels_last", groups, sources, outputs, taps, stride, places});
+}
+
 at::OptionalIntArrayRef optional_ref(const std::optional<std::vector<int64_t>>& list) {
   return list.has_value() ? at::OptionalIntArrayRef(*list) : std::nullopt;
 }
@@ -130,6 +213,15 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& record : patchconv::stop_path_log()) records.append(path_dict(record));
     return records;
   });
+  m.def("set_conv_rules", &set_conv_rules, py::arg("arch"), py::arg("rules").none(true),
+        "Where backend 'auto' takes the project's own kernels on GPUs of this architecture (90 for sm_90): a "
+        "list of "
+        "dicts, of which the first that matches decides; None takes them away.");
+  m.def("has_conv_rules", &patchconv::has_conv_rules, py::arg("arch"));
+  m.def("prefers_own_kernel", &prefers_own_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
+        py::arg("dtype"), py::arg("layout"), py::arg("groups"), py::arg("sources"), py::arg("outputs"),
+        py::arg("taps"), py::arg("stride"), py::arg("places"),
+        "What the rules say of one pass of a convolution; False without a rule.");
   m.def("plan", &plan, py::kw_only(), py::arg("input"), py::arg("weight"), py::arg("stride"),
         py::arg("padding"), py::arg("output_padding"), py::arg("dilation"), py::arg("groups"),
         py::arg("transposed"), py::arg("padding_mode"), py::arg("splits"), py::arg("input_stride"),

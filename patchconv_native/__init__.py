@@ -14,7 +14,7 @@ from . import _library
 
 _library.load()
 
-from . import flops, functional, layers, lean_functional  # noqa: E402
+from . import conv_rules, flops, functional, layers, lean_functional  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
 from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
 from .explain import Explanation, explain  # noqa: E402
@@ -30,6 +30,7 @@ from .modules import (  # noqa: E402
 from .settings import backend, last_path, recompute, record_paths, workspace_limit  # noqa: E402
 
 flops.register()
+conv_rules.load()
 
 __version__ = build_info()["version"]
 

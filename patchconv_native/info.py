@@ -64,6 +64,7 @@ def facts() -> dict[str, str]:
         "CUDA": f"{torch.version.cuda or 'none, a CPU build'} (built with {built['cuda'] or 'none'})",
         "architectures": info["archs"] or "none: a CPU-only build",
         "GPU": "; ".join(_gpus()),
+        "own convolutions": "; ".join(_conv_rules()),
         "compiler": built["compiler"],
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} in an operator, {torch.get_num_interop_threads()} between",
@@ -97,6 +98,20 @@ def _gpus() -> list[str]:
         gpu = torch.cuda.get_device_properties(index)
         found.append(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {_size(gpu.total_memory)})")
     return found
+
+
+def _conv_rules() -> list[str]:
+    """Whether there are measured rules for each GPU, of every kind once."""
+    import torch
+
+    from . import build_info, conv_rules
+
+    if build_info()["cuda"] is None:
+        return ["none: a CPU-only build"]
+    if not torch.cuda.is_available():
+        return ["no GPU here to have rules for"]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return list(dict.fromkeys(conv_rules.said((gpu.major, gpu.minor), gpu.name) for gpu in gpus))
 
 
 def _size(count: int) -> str:

@@ -193,6 +193,13 @@ def test_every_package_is_listed() -> None:
     assert listed and set(re.findall(r'"(.*?)"', listed[1])) == {".".join(f.parts) for f in folders}
 
 
+def test_every_data_file_is_listed() -> None:
+    """What lies in the package and is no Python; the build writes its facts itself."""
+    listed = re.search(r"^patchconv_native = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    found = {p.name for p in (ROOT / "patchconv_native").iterdir() if p.is_file() and p.suffix not in (".py", ".so")}
+    assert listed and set(re.findall(r'"(.*?)"', listed[1])) == found - {"_build_info.json"}
+
+
 def test_walls_between_the_rooms() -> None:
     """core/ and kernels include nothing of PyTorch; nothing outside cuda/ names it, not even in an #ifdef."""
     for path in (ROOT / "csrc").rglob("*"):

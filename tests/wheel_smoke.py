@@ -24,6 +24,7 @@ y = pc.convert(torch.nn.Sequential(conv), splits=3)(x)
 torch.testing.assert_close(y, expected)
 torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected_grad)
 
+assert (folder / "conv_rules.json").is_file()
 info = subprocess.run([sys.executable, "-I", "-m", "patchconv_native", "info"], capture_output=True, text=True)
 assert info.returncode == 0 and "patchconv::conv2d" in info.stdout, info.stdout + info.stderr
 assert not [path.name for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]

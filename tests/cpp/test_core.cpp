@@ -1,9 +1,13 @@
 // Tests of core/, compiled without torch: the geometry against a loop over every tap of a small convolution.
+#include <atomic>
 #include <cstdint>
+#include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "check.h"
 #include "core/build_facts.h"
+#include "core/conv_rules.h"
 #include "core/geometry.h"
 
 namespace patchconv {
@@ -143,6 +147,64 @@ void test_reads_only_padding() {
   }
 }
 
+bool refused(const ConvRule& rule) {
+  try {
+    set_conv_rules(90, std::vector<ConvRule>{rule});
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+void test_conv_rules() {
+  ConvQuery query{"fprop", "bfloat16", true, 1, 64, 64, 9, 1, 1000};
+  CHECK(!has_conv_rules(90) && !prefers_own_kernel(90, query));
+  ConvRule wide;
+  wide.native = true;
+  wide.places = {100, -1};
+  ConvRule narrow = wide;
+  narrow.native = false;
+  narrow.channels_last = false;
+  set_conv_rules(90, std::vector<ConvRule>{narrow, wide});
+  CHECK(has_conv_rules(90) && !has_conv_rules(80));
+  CHECK(prefers_own_kernel(90, query) && !prefers_own_kernel(80, query));
+  query.channels_last = false;
+  CHECK(!prefers_own_kernel(90, query));
+  query = {"wgrad", "tf32", true, 2, 1, 1, 1, 3, 99};
+  CHECK(!prefers_own_kernel(90, query));
+  query.places = 100;
+  CHECK(prefers_own_kernel(90, query));
+  ConvRule bad = wide;
+  bad.taps = {2, 1};
+  CHECK(refused(bad));
+  bad = wide;
+  bad.pass = "forward";
+  CHECK(refused(bad));
+  CHECK(prefers_own_kernel(90, query));  // what was in force stays
+
+  // Readers on other threads see the table of before or of after; all of these take the query.
+  std::atomic<bool> stop = false, missed = false;
+  std::atomic<int> started = 0;
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 3; ++i) {
+    readers.emplace_back([&] {
+      ++started;
+      while (!stop) {
+        if (!prefers_own_kernel(90, query)) missed = true;
+      }
+    });
+  }
+  while (started < 3) std::this_thread::yield();
+  for (int i = 0; i < 2000; ++i) {
+    set_conv_rules(90, std::vector<ConvRule>(static_cast<size_t>(1 + i % 5), wide));
+  }
+  stop = true;
+  for (auto& reader : readers) reader.join();
+  CHECK(!missed);
+  set_conv_rules(90, std::nullopt);
+  CHECK(!has_conv_rules(90) && !prefers_own_kernel(90, query));
+}
+
 void test_build_facts() {
   // Nothing of csrc/cuda/ is compiled in here, so nobody has registered.
   CHECK(!cuda_facts().has_value());
@@ -160,6 +222,7 @@ int main() {
   patchconv::test_padding();
   patchconv::test_shown_at();
   patchconv::test_reads_only_padding();
+  patchconv::test_conv_rules();
   patchconv::test_build_facts();
   return check::report();
 }

@@ -1,0 +1,92 @@
+"""Where backend "auto" takes the project's own convolution kernels on a GPU: conv_rules.json, read at import.
+
+The file holds what `python -m bench.tune` measured, an entry an architecture:
+
+    {"sm_90": {"device": ..., "date": ..., "torch": ..., "cudnn": ...,
+               "rules": [{"native": true, "pass": "fprop", "dtype": "bfloat16", "layout": "NCHW",
+                          "sources": [16, 128], "outputs": [16, 128], "taps": [9, 9], "places": [100352, null]}]}}
+
+The first rule that matches a convolution decides; what a rule leaves out matches everything, null is no end. sources
+and outputs are channels a group, places the output's, all images together. Where no rule matches, and on GPUs that
+have no entry, convolutions go to cuDNN in row strips.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from . import _library
+
+_C = _library.load()
+
+PATH = Path(__file__).with_name("conv_rules.json")
+FACTS = ("device", "date", "torch", "cudnn")  # of an entry, beside its rules
+_tables: dict[str, dict[str, Any]] = {}
+
+
+def architecture(name: str) -> int:
+    """90 of "sm_90"."""
+    number = name.removeprefix("sm_")
+    if number == name or not number.isdecimal() or int(number) < 10:
+        raise ValueError(f"expected an architecture such as 'sm_90', got {name!r}")
+    return int(number)
+
+
+def read(path: Path = PATH) -> dict[str, dict[str, Any]]:
+    """The entries of a file. ValueError names the file and the entry that is not as it should be."""
+    text = path.read_text()
+    if text.strip() == "{}":
+        return {}
+    import json
+
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object with an entry an architecture, got {type(found).__name__}")
+    for name, entry in found.items():
+        try:
+            architecture(name)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not isinstance(entry, dict) or set(entry) != {*FACTS, "rules"}:
+            keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            raise ValueError(f"{path}: {name}: expected {', '.join(FACTS)} and rules, got {keys}")
+        if not isinstance(entry["rules"], list):
+            raise ValueError(f"{path}: {name}: expected rules to be a list, got {type(entry['rules']).__name__}")
+    return found
+
+
+def load(path: Path = PATH) -> None:
+    """Makes a file's rules those in force; architectures that it does not name have none from then on."""
+    found = read(path)
+    for name, entry in found.items():
+        try:
+            _C.set_conv_rules(architecture(name), entry["rules"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {name}: {error}") from None
+    for name in _tables.keys() - found.keys():
+        _C.set_conv_rules(architecture(name), None)
+    _tables.clear()
+    _tables.update(found)
+
+
+def take_away(name: str) -> None:
+    """No rules for this architecture from now on, in this process."""
+    _C.set_conv_rules(architecture(name), None)
+    _tables.pop(name, None)
+
+
+def said(capability: tuple[int, int], device: str) -> str:
+    """What there is for a GPU of this compute capability, in a line."""
+    name = f"sm_{capability[0]}{capability[1]}"
+    if name not in _tables:
+        return f"no rules for {name} ({device}): cuDNN computes under 'auto'; `python -m bench.tune` measures"
+    entry = _tables[name]
+    count = sum(rule["native"] for rule in entry["rules"])
+    return (
+        f"{count} rule{'' if count == 1 else 's'} for {name} by which 'auto' takes own kernels, "
+        f"measured {entry['date']} on {entry['device']}"
+    )
