@@ -217,6 +217,17 @@ def test_fused_results_and_bits(layout, channels):
     assert torch.equal(bits, torch.ops.patchconv._mask_pack(y, 0, 0, 0))
 
 
+def test_rules_choose_under_auto():
+    x, w = torch.randn(1, 16, 8, 8), torch.randn(8, 16, 3, 3)
+    of = host().choice
+    assert of(x, w, 1, "auto", "fprop") == "tiles"
+    assert of(x, w, 1, "auto", "dgrad") == ""  # a rule for another pass
+    assert of(x, w, 1, "aten", "fprop") == ""
+    assert of(x, w, 1, "native", "dgrad") == "tiles"
+    assert of(x.double(), w.double(), 1, "auto", "fprop") == ""  # the plain kernel is no matter of speed
+    assert of(x.double(), w.double(), 1, "native", "fprop") == "plain"
+
+
 @needs_kernels
 def test_explain_names_the_kernel():
     """Also where there is no GPU."""

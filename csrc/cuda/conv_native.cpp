@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "core/conv_rules.h"
 #include "core/settings.h"
 #include "cuda/kernel_call.h"
 #include "cuda/kernels/conv.h"
@@ -192,6 +193,26 @@ Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
   return fits ? Kernel::kTiles : Kernel::kPlain;
 }
 
+// What the table of this architecture says.
+bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                     at::MemoryFormat format) {
+  if (dtype == at::kDouble) return false;
+  ConvQuery query;
+  query.pass = pass == ConvPass::kSmall ? "fprop" : pass == ConvPass::kBig ? "dgrad" : "wgrad";
+  query.dtype = dtype == at::kHalf ? "float16" : dtype == at::kBFloat16 ? "bfloat16" : strict() ? "float32" : "tf32";
+  query.channels_last = format != at::MemoryFormat::Contiguous;
+  query.groups = problem.groups;
+  query.sources = problem.big_channels / problem.groups;
+  query.outputs = problem.small_channels / problem.groups;
+  query.taps = problem.kernel_volume();
+  query.places = problem.batch;
+  for (const ConvDim& dim : problem.dims) {
+    query.stride = std::max(query.stride, dim.stride);
+    query.places *= dim.small;
+  }
+  return prefers_own_kernel(device_limits().arch, query);
+}
+
 void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pieces) {
   TilePlan plan;
   plan.tiled = !problem.unsplit();
@@ -206,10 +227,12 @@ void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pi
 }  // namespace
 
 OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                            at::MemoryFormat /*format*/) {
-  if (backend() != Backend::kNative) return {};
+                            at::MemoryFormat format) {
+  const bool asked = backend() == Backend::kNative;
+  if (!asked && (backend() == Backend::kAten || !measured_faster(problem, pass, dtype, format))) return {};
   const Type type = type_of(dtype);
   const Kernel kernel = kernel_for(problem, pass, type);
+  if (!asked && (kernel == Kernel::kPlain || kernel == Kernel::kGather)) return {};
   OwnKernel own{kNames[static_cast<int>(kernel)]};
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {

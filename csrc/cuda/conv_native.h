@@ -5,7 +5,7 @@
 
 namespace patchconv {
 
-// None where backend() does not ask for them.
+// Under "native" always one, under "auto" where the table of the architecture (core/conv_rules.h) says so.
 OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                             at::MemoryFormat format);
 bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target);

@@ -4,6 +4,8 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <mutex>
 #include <string>
 
 namespace patchconv {
@@ -28,15 +30,24 @@ kernels::Stream current_stream(const at::Tensor& tensor) {
 }
 
 DeviceLimits device_limits() {
+  constexpr int kDevices = 64;
   if (c10::cuda::device_count() == 0) return {};
+  static std::array<DeviceLimits, kDevices> limits;
+  static std::array<std::once_flag, kDevices> asked;
   const int device = c10::cuda::current_device();
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    kernels::check(static_cast<int>(cudaDeviceGetAttribute(&value, which, device)));
-    return value;
-  };
-  return {attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMultiProcessorCount),
-          attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor)};
+  TORCH_CHECK(device < kDevices, "patchconv_native: expected at most ", kDevices, " GPUs, got number ", device);
+  std::call_once(asked[device], [device] {
+    const auto attribute = [&](cudaDeviceAttr which) {
+      int value = 0;
+      kernels::check(static_cast<int>(cudaDeviceGetAttribute(&value, which, device)));
+      return value;
+    };
+    limits[device] = {attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                      attribute(cudaDevAttrMultiProcessorCount),
+                      attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
+                          attribute(cudaDevAttrComputeCapabilityMinor)};
+  });
+  return limits[device];
 }
 
 namespace kernels {

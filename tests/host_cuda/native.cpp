@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 #include <torch/library.h>
 
+#include "core/conv_rules.h"
 #include "core/settings.h"
 #include "cuda/conv_native.h"
 #include "cuda/kernel_call.h"
@@ -19,7 +20,7 @@ namespace patchconv {
 using at::Tensor;
 
 kernels::Stream current_stream(const Tensor&) { return nullptr; }
-DeviceLimits device_limits() { return {}; }
+DeviceLimits device_limits() { return {.arch = 90}; }
 
 Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   static const auto op = handle<Tensor(const Tensor&, const Tensor&, double, double)>("_mask_backward");
@@ -116,6 +117,24 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
   return {y, bits};
 }
 
+// The kernel that a convolution's forward pass would take, "" for none, where a rule says so for `rule`.
+std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, std::string_view backend,
+                   std::string_view rule) {
+  const BackendGuard with(backend == "native" ? Backend::kNative
+                          : backend == "aten" ? Backend::kAten
+                                              : Backend::kAuto);
+  ConvRule native;
+  native.pass = rule;
+  native.native = true;
+  set_conv_rules(90, std::vector<ConvRule>{native});
+  const int64_t one = 1;
+  const ConvParams params = check_params(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), "conv2d");
+  const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
+  const OwnKernel kernel =
+      engine.own_kernel(problem, ConvPass::kSmall, input.scalar_type(), at::MemoryFormat::Contiguous);
+  return kernel ? kernel.name : "";
+}
+
 TORCH_LIBRARY(patchconv_host, m) {
   start_path_log();
 #define GEOMETRY                                                                                             \
@@ -131,6 +150,7 @@ TORCH_LIBRARY(patchconv_host, m) {
       "padding, int[] dilation, int groups, str mode, int[]? splits) -> (Tensor, Tensor)",
       &fused);
   m.def("kernels_that_ran() -> str", &kernels_that_ran);
+  m.def("choice(Tensor input, Tensor weight, int groups, str backend, str rule) -> str", &choice);
 #undef GEOMETRY
 }
 
