@@ -36,7 +36,8 @@ TORCH_LIBRARY(patchconv, m) {
   // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: with ReLU's bits.
 #define PATCHCONV_FUSED                                                                                    \
   "Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, " \
-  "int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str padding_mode=\"zeros\", " \
+  "int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str "                      \
+  "padding_mode=\"zeros\", "                                                                               \
   "int[1]? splits=None"
   m.def("conv2d_fused(" PATCHCONV_FUSED ") -> Tensor");
   m.def("_conv2d_fused(" PATCHCONV_FUSED ", bool mask) -> (Tensor, Tensor)");

@@ -49,7 +49,9 @@ class Explanation:
         if self.path == "native":
             pieces = "" if max(self.tiles) == 1 else f", in {' x '.join(map(str, self.tiles))} pieces"
             rows = [name, f"  path       native: {self.kernel}{pieces}"]
-            rows += [f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})"]
+            rows += [
+                f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})"
+            ]
             return "\n".join([*rows, f"  why        {self.reason}"])
         return "\n".join(
             [

@@ -128,9 +128,12 @@ class Case:
             else:
                 small = small.masked_fill(kept == 0, 0)
         padding = [side for pair in p.padding[: p.dims] for side in pair]
-        forward = lambda x, w: reference.conv(  # noqa: E731
-            x, w, None, p.stride[: p.dims], padding, p.dilation[: p.dims], p.groups, p.mode
-        )
+
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return reference.conv(
+                x, w, None, p.stride[: p.dims], padding, p.dilation[: p.dims], p.groups, p.mode
+            )  # fmt: skip
+
         if self.pass_ == "small":
             y = forward(big, weight)
         else:

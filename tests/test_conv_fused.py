@@ -73,7 +73,9 @@ def test_values_and_gradients(device, geometry, parts, dtype):
         grad = torch.where(want.abs() > 100 * eps, grad, 0)  # which side of 0 is rounding's to say
         got = torch.autograd.grad(y, leaves, grad.to(dtype))
         for g, e in zip(got, torch.autograd.grad(want, leaves, grad.to(dtype).double()), strict=True):
-            torch.testing.assert_close(g.double(), e.double(), rtol=16 * eps, atol=16 * eps * float(e.abs().max()) + eps)
+            torch.testing.assert_close(
+                g.double(), e.double(), rtol=16 * eps, atol=16 * eps * float(e.abs().max()) + eps
+            )
         with torch.no_grad():
             again = fused(x, w, **tensors, **geometry, relu=relu)
         torch.testing.assert_close(again, y.detach(), rtol=4 * eps, atol=4 * eps)

@@ -68,7 +68,10 @@ def test_a_part_of_the_outputs(pass_):
     for ranges in [((0, 1), (0, width)), ((1, 3), (2, 3)), ((height - 1, height), (1, width))]:
         part = conv_kernels.case(p, pass_, torch.float32, ranges=ranges)
         part.big, part.small, part.weight = whole.big, whole.small, whole.weight
-        first, second = (c.result(f) for c, f in zip([whole, part], kernels.run([c.call("conv_plain") for c in [whole, part]]), strict=True))
+        first, second = (
+            c.result(f)
+            for c, f in zip([whole, part], kernels.run([c.call("conv_plain") for c in [whole, part]]), strict=True)
+        )
         inside = torch.zeros(height, width, dtype=torch.bool)
         inside[slice(*ranges[0]), slice(*ranges[1])] = True
         assert torch.equal(second[..., inside], first[..., inside])

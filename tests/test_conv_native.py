@@ -26,10 +26,7 @@ import patchconv_native as pc
 
 BUILD = kernels.ROOT / "build" / "host_native"
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-cuda = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_kernels = pytest.mark.skipif(not pc.build_info()["cuda"], reason="this build has no CUDA kernels")
 
 
@@ -247,9 +244,10 @@ def test_explain_names_the_kernel():
         assert pc.explain(shape, module, device="cuda", dtype=torch.bfloat16).kernel is None
 
 
+@pytest.mark.cuda
+@needs_a_gpu
+@needs_kernels
 class TestOnAGPU:
-    pytestmark = [*cuda, needs_kernels]
-
     @pytest.mark.parametrize("seed", range(200))
     def test_cuda_random_configurations(self, seed):
         check(drawn(seed), Device())

@@ -97,7 +97,10 @@ def test_parts_have_the_bits_of_the_whole(pass_):
         Case(p, pass_, whole.big, whole.small, whole.weight, ranges=ranges)
         for ranges in [((0, 3), (0, width)), ((3, height), (0, 10)), ((3, height), (10, width))]
     ]
-    found = [c.result(f) for c, f in zip([whole, *parts], kernels.run([c.call("conv_tiles") for c in [whole, *parts]]), strict=True)]
+    found = [
+        c.result(f)
+        for c, f in zip([whole, *parts], kernels.run([c.call("conv_tiles") for c in [whole, *parts]]), strict=True)
+    ]
     joined = torch.full_like(found[0], -777)
     for c, got in zip(parts, found[1:], strict=True):
         place = (..., *(slice(*r) for r in c.ranges))

@@ -77,8 +77,8 @@ Tensor conv2d_fused(const Tensor& input, const Tensor& weight, const OptionalTen
   const FusedParts parts{scale, residual, relu};
   const auto or_none = [](const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); };
   const Tensor b = or_none(bias), factor = or_none(scale), more = or_none(residual);
-  const bool tangent = has_tangent(input) || has_tangent(weight) || has_tangent(b) || has_tangent(factor) ||
-                       has_tangent(more);
+  const bool tangent =
+      has_tangent(input) || has_tangent(weight) || has_tangent(b) || has_tangent(factor) || has_tangent(more);
   if (!tangent && !needs_node(input, weight, b, factor, more)) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return std::get<0>(call_conv_fused(spec, input, weight, bias, parts, /*mask=*/false));

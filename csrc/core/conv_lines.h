@@ -13,8 +13,9 @@
 
 namespace patchconv {
 
-// Output u of [0, count) is the sum over j of [0, taps) of the weight's tap tap_first + j * tap_step times the
-// value at coordinate(u, j), and lies at target(u) of the grid that is written. Distances are not negative.
+// Output u of [0, count) is the sum over j of [0, taps) of the weight's tap tap_first + j * tap_step times
+// the value at coordinate(u, j), and lies at target(u) of the grid that is written. Distances are not
+// negative.
 struct ConvLine {
   int64_t source = 1;  // size of the grid that is read
   int64_t count = 1;

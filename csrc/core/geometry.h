@@ -63,8 +63,8 @@ struct ConvDim {
 };
 
 // The big coordinate whose value stands at coordinate `i`, which may lie in the padding; -1 where the value
-// is zero. Padding is at most as wide as its mode allows (checked by the operators), so that one reflection or
-// one turn is enough.
+// is zero. Padding is at most as wide as its mode allows (checked by the operators), so that one reflection
+// or one turn is enough.
 template <typename Int>
 constexpr Int source_index(PaddingMode mode, Int i, Int size) {
   if (i >= 0 && i < size) return i;

@@ -40,9 +40,9 @@ void set_recompute(bool on);
 
 // What one pass of one operator did. Tests assert with it that the path they mean to test was taken.
 struct PathRecord {
-  const char* op = "";    // "conv2d"
-  const char* pass = "";  // "fprop", "dgrad" or "wgrad", in the operator's own terms
-  bool tiled = false;     // false: one call of the stock operator
+  const char* op = "";           // "conv2d"
+  const char* pass = "";         // "fprop", "dgrad" or "wgrad", in the operator's own terms
+  bool tiled = false;            // false: one call of the stock operator
   const char* kernel = nullptr;  // the project's own that ran instead: then one a tile
   int dims = 0;
   std::array<int64_t, 3> pieces = {1, 1, 1};

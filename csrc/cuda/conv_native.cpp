@@ -92,8 +92,7 @@ void each_lines(const ConvProblem& problem, ConvPass pass, Use use) {
   const Dims dims(problem);
   std::vector<ConvLine> lines[3];
   for (int d = 0; d < 3; ++d) {
-    lines[d] =
-        pass == ConvPass::kBig ? big_lines(dims.at[d]) : std::vector<ConvLine>{small_line(dims.at[d])};
+    lines[d] = pass == ConvPass::kBig ? big_lines(dims.at[d]) : std::vector<ConvLine>{small_line(dims.at[d])};
   }
   for (const ConvLine& z : lines[0]) {
     for (const ConvLine& y : lines[1]) {
@@ -199,7 +198,10 @@ bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType d
   if (dtype == at::kDouble) return false;
   ConvQuery query;
   query.pass = pass == ConvPass::kSmall ? "fprop" : pass == ConvPass::kBig ? "dgrad" : "wgrad";
-  query.dtype = dtype == at::kHalf ? "float16" : dtype == at::kBFloat16 ? "bfloat16" : strict() ? "float32" : "tf32";
+  query.dtype = dtype == at::kHalf       ? "float16"
+                : dtype == at::kBFloat16 ? "bfloat16"
+                : strict()               ? "float32"
+                                         : "tf32";
   query.channels_last = format != at::MemoryFormat::Contiguous;
   query.groups = problem.groups;
   query.sources = problem.big_channels / problem.groups;
@@ -236,7 +238,8 @@ OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::Scala
   OwnKernel own{kNames[static_cast<int>(kernel)]};
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {
-    own.workspace = element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
+    own.workspace =
+        element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
   } else if (kernel == Kernel::kStem) {
     own.workspace = element * stem_elements(problem, pass, type);
   } else if (kernel == Kernel::kWeight) {
@@ -306,7 +309,8 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   int64_t pieces = 0;
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
     // Of whole lines: pieces are summed in the order of the whole.
-    const auto plan = kernel == Kernel::kTiles ? tile_plan(type, lines, call.outputs) : kernels::ConvTilePlan();
+    const auto plan =
+        kernel == Kernel::kTiles ? tile_plan(type, lines, call.outputs) : kernels::ConvTilePlan();
     pieces = each_piece(problem, pass, [&](const std::array<Range, 3>& ranges) {
       for (int d = 0; d < 3; ++d) call.lines[d] = lines[d].cut(ranges[d]);
       if (kernel == Kernel::kTiles) {
@@ -360,8 +364,8 @@ Tensor run_own_channel_sums(const Tensor& source, const Tensor& bits) {
   for (const auto d : irange(spatial)) call.sizes[3 - spatial + d] = source.size(2 + d);
   call.source = strided(source, bits);
   call.target = sums.mutable_data_ptr();
-  const Tensor parts = at::empty({kernels::conv_channel_sums_workspace(type, call)},
-                                 source.options().dtype(at::kFloat));
+  const Tensor parts =
+      at::empty({kernels::conv_channel_sums_workspace(type, call)}, source.options().dtype(at::kFloat));
   kernels::launch_conv_channel_sums(type, call, parts.mutable_data_ptr<float>(), current_stream(source));
   return sums;
 }

@@ -35,17 +35,17 @@ DeviceLimits device_limits() {
   static std::array<DeviceLimits, kDevices> limits;
   static std::array<std::once_flag, kDevices> asked;
   const int device = c10::cuda::current_device();
-  TORCH_CHECK(device < kDevices, "patchconv_native: expected at most ", kDevices, " GPUs, got number ", device);
+  TORCH_CHECK(device < kDevices, "patchconv_native: expected at most ", kDevices, " GPUs, got number ",
+              device);
   std::call_once(asked[device], [device] {
     const auto attribute = [&](cudaDeviceAttr which) {
       int value = 0;
       kernels::check(static_cast<int>(cudaDeviceGetAttribute(&value, which, device)));
       return value;
     };
-    limits[device] = {attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                      attribute(cudaDevAttrMultiProcessorCount),
-                      attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
-                          attribute(cudaDevAttrComputeCapabilityMinor)};
+    limits[device] = {
+        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMultiProcessorCount),
+        attribute(cudaDevAttrComputeCapabilityMajor) * 10 + attribute(cudaDevAttrComputeCapabilityMinor)};
   });
   return limits[device];
 }

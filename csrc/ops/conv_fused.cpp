@@ -61,37 +61,39 @@ void check_fused(const FusedParts& parts, const Tensor& input, c10::SymIntArrayR
     TORCH_CHECK_VALUE(scale.dim() == 1 && scale.sym_size(0) == channels,
                       "conv2d_fused: expected scale to have K = ", channels, " elements, got shape ",
                       scale.sym_sizes());
-    TORCH_CHECK_TYPE(scale.is_floating_point(), "conv2d_fused: expected scale to be of a floating-point dtype, got ",
+    TORCH_CHECK_TYPE(scale.is_floating_point(),
+                     "conv2d_fused: expected scale to be of a floating-point dtype, got ",
                      scale.scalar_type());
-    TORCH_CHECK_VALUE(scale.device() == input.device(), "conv2d_fused: expected scale on ", input.device(), ", got ",
-                scale.device());
+    TORCH_CHECK_VALUE(scale.device() == input.device(), "conv2d_fused: expected scale on ", input.device(),
+                      ", got ", scale.device());
   }
   if (given(parts.residual)) {
     const Tensor& residual = *parts.residual;
-    TORCH_CHECK_VALUE(residual.sym_sizes() == sizes, "conv2d_fused: expected residual to have the result's shape ",
-                      sizes, ", got ", residual.sym_sizes());
+    TORCH_CHECK_VALUE(residual.sym_sizes() == sizes,
+                      "conv2d_fused: expected residual to have the result's shape ", sizes, ", got ",
+                      residual.sym_sizes());
     TORCH_CHECK_TYPE(residual.scalar_type() == input.scalar_type(),
                      "conv2d_fused: expected residual to be of input's dtype ", input.scalar_type(), ", got ",
                      residual.scalar_type());
-    TORCH_CHECK_VALUE(residual.device() == input.device(), "conv2d_fused: expected residual on ", input.device(),
-                ", got ", residual.device());
+    TORCH_CHECK_VALUE(residual.device() == input.device(), "conv2d_fused: expected residual on ",
+                      input.device(), ", got ", residual.device());
   }
 }
 
 Tensor fused_from_parts(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const FusedParts& parts) {
   static const auto relu = handle<Tensor(const Tensor&)>("relu");
-  const Tensor y = with_parts(call_conv(spec, input, weight, given(parts.scale) ? std::nullopt : bias), bias, parts);
+  const Tensor y =
+      with_parts(call_conv(spec, input, weight, given(parts.scale) ? std::nullopt : bias), bias, parts);
   return parts.relu ? relu.call(y) : y;
 }
 
 std::tuple<Tensor, Tensor> call_conv_fused(const ConvSpec& s, const Tensor& input, const Tensor& weight,
                                            const OptionalTensor& bias, const FusedParts& parts, bool mask) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&, IntArrayRef,
-                                        IntArrayRef, IntArrayRef, int64_t, const OptionalTensor&,
-                                        const OptionalTensor&, bool, std::string_view, OptionalIntArrayRef,
-                                        bool)>("_conv2d_fused");
+  static const auto op = handle<std::tuple<Tensor, Tensor>(
+      const Tensor&, const Tensor&, const OptionalTensor&, IntArrayRef, IntArrayRef, IntArrayRef, int64_t,
+      const OptionalTensor&, const OptionalTensor&, bool, std::string_view, OptionalIntArrayRef, bool)>(
+      "_conv2d_fused");
   return op.call(input, weight, bias, s.stride, s.padding, s.dilation, s.groups, parts.scale, parts.residual,
                  parts.relu, s.padding_mode, s.splits, mask);
 }
@@ -100,10 +102,11 @@ ConvGrads call_conv_masked_backward(const ConvSpec& s, const Tensor& grad_output
                                     const OptionalTensor& input, const OptionalTensor& weight,
                                     c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
                                     std::array<bool, 3> output_mask) {
-  static const auto op = handle<ConvGrads(const Tensor&, const Tensor&, const OptionalTensor&,
-                                          const OptionalTensor&, c10::SymIntArrayRef, c10::SymIntArrayRef,
-                                          IntArrayRef, IntArrayRef, IntArrayRef, int64_t, std::string_view,
-                                          OptionalIntArrayRef, std::array<bool, 3>)>("_conv2d_masked_backward");
+  static const auto op =
+      handle<ConvGrads(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                       c10::SymIntArrayRef, c10::SymIntArrayRef, IntArrayRef, IntArrayRef, IntArrayRef,
+                       int64_t, std::string_view, OptionalIntArrayRef, std::array<bool, 3>)>(
+          "_conv2d_masked_backward");
   return op.call(grad_output, bits, input, weight, input_size, weight_size, s.stride, s.padding, s.dilation,
                  s.groups, s.padding_mode, s.splits, output_mask);
 }

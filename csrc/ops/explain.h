@@ -26,7 +26,7 @@ struct ConvQuestion {
 
 struct ConvExplanation {
   TilePlan plan;
-  OwnKernel kernel;  // that is taken in place of stock operators
+  OwnKernel kernel;            // that is taken in place of stock operators
   std::vector<int64_t> tiles;  // per spatial dimension of the operator
   std::vector<int64_t> output_size;
   std::string reason;

@@ -24,7 +24,8 @@ Tensor allocate(at::IntArrayRef sizes, const Tensor& like, at::MemoryFormat form
   return at::empty(sizes, like.options().memory_format(format));
 }
 
-// One pass that writes a grid, along its plan, into a new tensor. `bits`, of the source, only for own kernels.
+// One pass that writes a grid, along its plan, into a new tensor. `bits`, of the source, only for own
+// kernels.
 Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const Tensor& source,
                     const Tensor& weight, const OptionalTensor& bias, const Tensor& bits = Tensor()) {
   const bool to_big = pass == ConvPass::kBig;
@@ -138,8 +139,8 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   const bool own_weight =
       own(output_mask[1], ConvPass::kWeight, tensor_facts(problem, {in.defined() ? in : grad, grad}, w));
   const bool own_input = own(output_mask[0], input_pass, tensor_facts(problem, grad, w));
-  if (bits.defined() && (!(own_input || own_weight) || (output_mask[0] && !own_input) ||
-                         (output_mask[1] && !own_weight))) {
+  if (bits.defined() &&
+      (!(own_input || own_weight) || (output_mask[0] && !own_input) || (output_mask[1] && !own_weight))) {
     return conv_backward(engine, spec, without(grad_output, bits), input, weight, input_size, weight_size,
                          output_mask);
   }

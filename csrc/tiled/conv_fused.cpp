@@ -25,7 +25,8 @@ std::tuple<Tensor, Tensor> conv2d_fused(const Tensor& input, const Tensor& weigh
                                         IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
                                         int64_t groups, const OptionalTensor& scale,
                                         const OptionalTensor& residual, bool relu,
-                                        std::string_view padding_mode, OptionalIntArrayRef splits, bool mask) {
+                                        std::string_view padding_mode, OptionalIntArrayRef splits,
+                                        bool mask) {
   const c10::DeviceGuard guard(input.device());
   const BelowAutograd below;
   const ConvEngine& engine = engine_of(input);

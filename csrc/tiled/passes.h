@@ -24,8 +24,7 @@ at::Tensor bias_shaped(const at::Tensor& bias, int64_t dimensions);
 // Keeps count of what a pass did; written down when the pass is over.
 class PathRecorder {
  public:
-  PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
-               const char* kernel = nullptr);
+  PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan, const char* kernel = nullptr);
   void tile(bool view);
   void finish();
 

@@ -134,7 +134,8 @@ void tiles(const Case& c) {
     check_served(plan.buffers > 0);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
     if (!conv_reads_weight(c.type, call)) {
-      const std::array<int64_t, 3> kernel{problem.dims[0].kernel, problem.dims[1].kernel, problem.dims[2].kernel};
+      const std::array<int64_t, 3> kernel{problem.dims[0].kernel, problem.dims[1].kernel,
+                                          problem.dims[2].kernel};
       const int64_t bytes = conv_packed_elements(c.type, call, kernel) * (c.type == Type::kFloat ? 4 : 2);
       packed.assign(static_cast<size_t>(bytes), 0x7f);
       call.weight = launch_conv_pack(c.type, call, kernel, packed.data(), nullptr);
@@ -200,12 +201,8 @@ void channel_sums(const Case& c) {
 
 const std::map<std::string, std::function<void(const Case&)>>& conv_kernels() {
   static const std::map<std::string, std::function<void(const Case&)>> kernels{
-      {"conv_depthwise", depthwise},
-      {"conv_plain", plain},
-      {"conv_tiles", tiles},
-      {"conv_stem", stem},
-      {"conv_weight", weight},
-      {"conv_channel_sums", channel_sums},
+      {"conv_depthwise", depthwise}, {"conv_plain", plain},   {"conv_tiles", tiles},
+      {"conv_stem", stem},           {"conv_weight", weight}, {"conv_channel_sums", channel_sums},
   };
   return kernels;
 }

@@ -62,8 +62,9 @@ struct Machine {
   const std::function<void()>* thread = nullptr;
   std::exception_ptr error;
   std::vector<unsigned char> shared_room;
-  unsigned char* shared = nullptr;     // aligned, with a guard on either side
-  std::vector<std::vector<unsigned char>> brought;  // of each warp, when its lanes met last, one after another
+  unsigned char* shared = nullptr;  // aligned, with a guard on either side
+  std::vector<std::vector<unsigned char>>
+      brought;  // of each warp, when its lanes met last, one after another
   int64_t last_blocks = 0;
   std::mt19937 random{20240611};
 

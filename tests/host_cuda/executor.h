@@ -21,8 +21,8 @@ void* shared_memory();
 
 void block_barrier();
 // What the lanes of a warp do together: each brings some bytes and gets those of all 32, one after another,
-// until it meets them again. All must be at the same operation, `what`. Where there is a `combine`, it is called
-// once and puts in place of these bytes what the lanes are to get.
+// until it meets them again. All must be at the same operation, `what`. Where there is a `combine`, it is
+// called once and puts in place of these bytes what the lanes are to get.
 using Combine = void (*)(unsigned char* all);
 const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes,
                                    Combine combine = nullptr);

@@ -20,13 +20,13 @@
 #include <string>
 #include <vector>
 
+#include "case.h"
 #include "core/philox.h"
 #include "cuda/kernels/dropout.h"
 #include "cuda/kernels/layer_norm.h"
 #include "cuda/kernels/mask.h"
 #include "cuda/kernels/norm.h"
 #include "cuda/kernels/pool.h"
-#include "case.h"
 #include "executor.h"
 #include "selftest.h"
 

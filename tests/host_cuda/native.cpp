@@ -31,7 +31,8 @@ namespace {
 
 class HostEngine : public ConvEngine {
  public:
-  int64_t stock_bytes(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat, int64_t) const override {
+  int64_t stock_bytes(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat,
+                      int64_t) const override {
     return 0;
   }
   TileStyle tile_style(const ConvProblem&, ConvPass, at::ScalarType) const override { return {}; }
@@ -61,16 +62,16 @@ const HostEngine engine;
 std::string kernels_that_ran() {
   std::string names;
   for (const PathRecord& record : stop_path_log()) {
-    names += std::string(names.empty() ? "" : " ") + (record.kernel != nullptr ? record.kernel : "stock") + ":" +
-             std::to_string(record.tiles);
+    names += std::string(names.empty() ? "" : " ") + (record.kernel != nullptr ? record.kernel : "stock") +
+             ":" + std::to_string(record.tiles);
   }
   start_path_log();
   return names;
 }
 
 ConvSpec spec_of(int64_t dims, bool transposed, at::IntArrayRef stride, at::IntArrayRef padding,
-                 at::IntArrayRef output_padding, at::IntArrayRef dilation, int64_t groups, std::string_view mode,
-                 at::OptionalIntArrayRef splits) {
+                 at::IntArrayRef output_padding, at::IntArrayRef dilation, int64_t groups,
+                 std::string_view mode, at::OptionalIntArrayRef splits) {
   const auto d = static_cast<int>(dims);
   return transposed ? transposed_spec(d, stride, padding, output_padding, groups, dilation, splits)
                     : conv_spec(d, stride, padding, dilation, groups, mode, splits);
@@ -81,20 +82,20 @@ Tensor conv(const Tensor& input, const Tensor& weight, const OptionalTensor& bia
             at::IntArrayRef dilation, int64_t groups, std::string_view mode, at::OptionalIntArrayRef splits) {
   const BackendGuard native(Backend::kNative);
   return conv_forward(
-      engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits), input,
-      weight, bias);
+      engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits),
+      input, weight, bias);
 }
 
 ConvGrads conv_gradients(const Tensor& grad, const OptionalTensor& bits, const OptionalTensor& input,
                          const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                         c10::SymIntArrayRef weight_size, int64_t dims, bool transposed, at::IntArrayRef stride,
-                         at::IntArrayRef padding, at::IntArrayRef output_padding, at::IntArrayRef dilation,
-                         int64_t groups, std::string_view mode, at::OptionalIntArrayRef splits,
-                         std::array<bool, 3> mask) {
+                         c10::SymIntArrayRef weight_size, int64_t dims, bool transposed,
+                         at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef output_padding,
+                         at::IntArrayRef dilation, int64_t groups, std::string_view mode,
+                         at::OptionalIntArrayRef splits, std::array<bool, 3> mask) {
   const BackendGuard native(Backend::kNative);
   return conv_backward(
-      engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits), grad,
-      input, weight, input_size, weight_size, mask, bits.value_or(Tensor()));
+      engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits),
+      grad, input, weight, input_size, weight_size, mask, bits.value_or(Tensor()));
 }
 
 // Of a 2-D convolution: the result and its bits, which are empty where the kernel cannot write them.
@@ -128,7 +129,8 @@ std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, st
   native.native = true;
   set_conv_rules(90, std::vector<ConvRule>{native});
   const int64_t one = 1;
-  const ConvParams params = check_params(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), "conv2d");
+  const ConvParams params =
+      check_params(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), "conv2d");
   const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
   const OwnKernel kernel =
       engine.own_kernel(problem, ConvPass::kSmall, input.scalar_type(), at::MemoryFormat::Contiguous);
@@ -137,12 +139,14 @@ std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, st
 
 TORCH_LIBRARY(patchconv_host, m) {
   start_path_log();
-#define GEOMETRY                                                                                             \
-  "int dims, bool transposed, int[] stride, int[] padding, int[] output_padding, int[] dilation, int groups, " \
+#define GEOMETRY                                                                                       \
+  "int dims, bool transposed, int[] stride, int[] padding, int[] output_padding, int[] dilation, int " \
+  "groups, "                                                                                           \
   "str mode, int[]? splits"
   m.def("conv(Tensor input, Tensor weight, Tensor? bias, " GEOMETRY ") -> Tensor", &conv);
   m.def(
-      "conv_gradients(Tensor grad, Tensor? bits, Tensor? input, Tensor? weight, SymInt[] input_size, SymInt[] "
+      "conv_gradients(Tensor grad, Tensor? bits, Tensor? input, Tensor? weight, SymInt[] input_size, "
+      "SymInt[] "
       "weight_size, " GEOMETRY ", bool[3] mask) -> (Tensor, Tensor, Tensor)",
       &conv_gradients);
   m.def(

@@ -109,8 +109,8 @@ bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call);
 bool conv_reads_weight(Type type, const ConvSums& call);
 int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel);
 // Writes the copy and returns how it is read.
-ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel, void* packed,
-                            Stream stream);
+ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel,
+                            void* packed, Stream stream);
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
 

@@ -21,8 +21,8 @@ PATCHCONV_DEVICE int piece_at(int place, int piece) {
 
 // Where a tile lies in the source.
 struct Halo {
-  int64_t base = 0;   // offset of its image, slice and first channel
-  int channels = 0;   // from there on in the group; none where the slice is padding
+  int64_t base = 0;         // offset of its image, slice and first channel
+  int channels = 0;         // from there on in the group; none where the slice is padding
   int row = 0, column = 0;  // coordinates of its first place
 };
 

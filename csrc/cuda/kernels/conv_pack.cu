@@ -1,5 +1,5 @@
-// A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources a tap,
-// rows padded with zeros to 16 bytes. The one transient tensor of that kernel, of the weight's size.
+// A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources a
+// tap, rows padded with zeros to 16 bytes. The one transient tensor of that kernel, of the weight's size.
 #include "cuda/kernels/conv_values.cuh"
 #include "cuda/kernels/launch.cuh"
 
@@ -41,12 +41,11 @@ int padded(Type type, int sources) {
 }  // namespace
 
 int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel) {
-  return int64_t{call.groups} * kernel[0] * kernel[1] * kernel[2] * call.outputs *
-         padded(type, call.sources);
+  return int64_t{call.groups} * kernel[0] * kernel[1] * kernel[2] * call.outputs * padded(type, call.sources);
 }
 
-ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel, void* packed,
-                            Stream stream) {
+ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel,
+                            void* packed, Stream stream) {
   const Packed form{{call.groups, kernel[0], kernel[1], kernel[2], call.outputs},
                     call.sources,
                     padded(type, call.sources),

@@ -1,10 +1,10 @@
 // Convolutions by tensor cores over halo tiles. A block computes 256 places of the result for 64 or 128
-// outputs. For every chunk of 64 bytes of channels it holds the part of the source that those places need, with
-// its halo, in shared memory and uses it for all taps, each a shift of the rows that matrices are loaded from;
-// weights come tap by tap through a ring of stages, copied while the taps before are computed. Sources whose
-// channels do not lie together are turned on their way into shared memory. Nothing is allocated; the result is
-// written once. Sums are made in float32: tensor cores', which cut off what does not fit, and for strict
-// float32 three products of tf32 numbers a tap, whose sums are added up with rounding.
+// outputs. For every chunk of 64 bytes of channels it holds the part of the source that those places need,
+// with its halo, in shared memory and uses it for all taps, each a shift of the rows that matrices are loaded
+// from; weights come tap by tap through a ring of stages, copied while the taps before are computed. Sources
+// whose channels do not lie together are turned on their way into shared memory. Nothing is allocated; the
+// result is written once. Sums are made in float32: tensor cores', which cut off what does not fit, and for
+// strict float32 three products of tf32 numbers a tap, whose sums are added up with rounding.
 #include <algorithm>
 
 #include "cuda/kernels/conv_halo.cuh"
@@ -30,12 +30,12 @@ struct Warps {
 
 struct Tiling {
   ConvTilePlan plan;
-  int64_t down, across;   // tiles
-  uint32_t per_column;    // 2^32 / plan.columns, rounded up
-  int tap_groups;         // of rows
-  int chunks;             // of channels
-  int output_tiles;       // of a group
-  bool channels_last;     // pieces of the source can be copied as they are
+  int64_t down, across;  // tiles
+  uint32_t per_column;   // 2^32 / plan.columns, rounded up
+  int tap_groups;        // of rows
+  int chunks;            // of channels
+  int output_tiles;      // of a group
+  bool channels_last;    // pieces of the source can be copied as they are
 };
 
 // A step of the sum: one tap for one chunk.
@@ -115,8 +115,7 @@ PATCHCONV_DEVICE PieceOfHalo piece_of_halo(const ConvSums& call, const Tiling& t
   const int place = number / kChunkPieces, piece = number % kChunkPieces;
   const int y = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
   const int x = place - y * tiling.plan.columns;
-  return {place, piece,
-          halo_offset(call, halo, y * tiling.plan.row_step, x, piece * kPieceOf<T>)};
+  return {place, piece, halo_offset(call, halo, y * tiling.plan.row_step, x, piece * kPieceOf<T>)};
 }
 
 // Starts copies of a thread's pieces: all of them, channels together.
@@ -128,7 +127,9 @@ PATCHCONV_DEVICE void copy_halo(const ConvSums& call, const Tiling& tiling, cons
     const auto [place, piece, offset] = piece_of_halo<T>(call, tiling, halo, number);
     const int bytes = (halo.channels - piece * kPieceOf<T>)*static_cast<int>(sizeof(T));
     copy_async(tile + piece_at(place, piece), offset < 0 ? source : source + offset,
-               offset < 0 ? 0 : bytes < 16 ? bytes : 16);
+               offset < 0   ? 0
+               : bytes < 16 ? bytes
+                            : 16);
   }
 }
 
@@ -163,10 +164,9 @@ template <typename T, typename Shape>
 PATCHCONV_DEVICE void copy_weights(const ConvSums& call, const Tiling& tiling, const Work& work,
                                    const Step& step, char* stage) {
   const int first = step.chunk * kChunkOf<T>;
-  const int64_t tap =
-      call.lines[0].tap(step.slice) * call.weight.tap[0] +
-      call.lines[1].tap(step.tap_group * tiling.plan.tap_rows + step.r) * call.weight.tap[1] +
-      call.lines[2].tap(step.s) * call.weight.tap[2];
+  const int64_t tap = call.lines[0].tap(step.slice) * call.weight.tap[0] +
+                      call.lines[1].tap(step.tap_group * tiling.plan.tap_rows + step.r) * call.weight.tap[1] +
+                      call.lines[2].tap(step.s) * call.weight.tap[2];
   const T* weight = static_cast<const T*>(call.weight.data) + work.group * call.weight.group + tap + first;
 #pragma unroll
   for (int number = thread_index(); number < Shape::kOutputs * kChunkPieces; number += Shape::kThreads) {
@@ -326,7 +326,8 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums ca
 
     const int row = now.r * static_cast<int>(call.lines[1].distance);
     const int shift = row * tiling.plan.columns + now.s * static_cast<int>(call.lines[2].distance);
-    const char* stage = weights + number % kStages * Shape::kStageOfWeights + across * kStageOutputs * kChunkBytes;
+    const char* stage =
+        weights + number % kStages * Shape::kStageOfWeights + across * kStageOutputs * kChunkBytes;
     if constexpr (kStrict) {
       float part[Shape::kMatrices][8][4] = {};
       multiply_tap<T, true, Shape>(part, tile, places, shift, stage);
@@ -400,10 +401,10 @@ void start(const ConvTilePlan& plan, const ConvSums& call, Stream stream) {
   const Grid grid{call.images * call.lines[0].count * tiling.down * tiling.across,
                   call.groups * tiling.output_tiles};
   const ConvTensor& source = call.source;
-  const bool together =
-      source.channel == 1 && aligned_to_pieces(source.data) && source.image % kPieceOf<T> == 0 &&
-      source.place[0] % kPieceOf<T> == 0 && source.place[1] % kPieceOf<T> == 0 &&
-      source.place[2] % kPieceOf<T> == 0 && (call.groups == 1 || call.sources % kPieceOf<T> == 0);
+  const bool together = source.channel == 1 && aligned_to_pieces(source.data) &&
+                        source.image % kPieceOf<T> == 0 && source.place[0] % kPieceOf<T> == 0 &&
+                        source.place[1] % kPieceOf<T> == 0 && source.place[2] % kPieceOf<T> == 0 &&
+                        (call.groups == 1 || call.sources % kPieceOf<T> == 0);
   launch(together ? conv_tiles_kernel<T, kStrict, false, Shape> : conv_tiles_kernel<T, kStrict, true, Shape>,
          grid, Shape::kThreads, plan.shared_bytes, stream, call, tiling);
 }
@@ -429,7 +430,8 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
   for (int log2 = 5; log2 >= 3; --log2) {
     const int64_t columns = 1 << log2, rows = kPlaces / columns;
     const int64_t wide_enough = (columns - 1) * x.step + (std::max(x.taps, 1) - 1) * x.distance + 1;
-    for (int tap_rows = std::max(y.taps, 1); tap_rows >= 1; tap_rows = tap_rows > 1 ? (tap_rows + 1) / 2 : 0) {
+    for (int tap_rows = std::max(y.taps, 1); tap_rows >= 1;
+         tap_rows = tap_rows > 1 ? (tap_rows + 1) / 2 : 0) {
       ConvTilePlan plan;
       plan.columns_log2 = log2;
       plan.tap_rows = tap_rows;
@@ -450,8 +452,10 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
       if (plan.buffers == 0 || plan.shared_bytes > shared_limit) continue;
       // Work: tiles that cover the result, and for each the places read, against those computed.
       const double tiles = static_cast<double>(round_up(y.count, rows) * round_up(x.count, columns));
-      const double reads = static_cast<double>(round_up(std::max(y.taps, 1), tap_rows) * high_enough * wide_enough);
-      const double work = tiles * (kPlaces * std::max(y.taps * x.taps, 1) + reads * (plan.buffers == 1 ? 2 : 1));
+      const double reads =
+          static_cast<double>(round_up(std::max(y.taps, 1), tap_rows) * high_enough * wide_enough);
+      const double work =
+          tiles * (kPlaces * std::max(y.taps * x.taps, 1) + reads * (plan.buffers == 1 ? 2 : 1));
       if (best.buffers == 0 || work < least) {
         best = plan;
         least = work;

@@ -89,19 +89,20 @@ PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
     const void* row;
     uint32_t to[4];
   } mine{row, {}};
-  const unsigned char* all = host_cuda::warp_exchange("ldmatrix", &mine, sizeof(mine), [](unsigned char* all) {
-    uint16_t rows[kWarp][8];
-    auto* lanes = reinterpret_cast<Mine*>(all);
-    for (int lane = 0; lane < kWarp; ++lane) std::memcpy(rows[lane], lanes[lane].row, 16);
-    for (int lane = 0; lane < kWarp; ++lane) {
-      const int line = lane / 4, pair = lane % 4 * 2;
-      for (int m = 0; m < 4; ++m) {
-        const uint16_t low = kTransposed ? rows[8 * m + pair][line] : rows[8 * m + line][pair];
-        const uint16_t high = kTransposed ? rows[8 * m + pair + 1][line] : rows[8 * m + line][pair + 1];
-        lanes[lane].to[m] = low | static_cast<uint32_t>(high) << 16;
-      }
-    }
-  });
+  const unsigned char* all =
+      host_cuda::warp_exchange("ldmatrix", &mine, sizeof(mine), [](unsigned char* all) {
+        uint16_t rows[kWarp][8];
+        auto* lanes = reinterpret_cast<Mine*>(all);
+        for (int lane = 0; lane < kWarp; ++lane) std::memcpy(rows[lane], lanes[lane].row, 16);
+        for (int lane = 0; lane < kWarp; ++lane) {
+          const int line = lane / 4, pair = lane % 4 * 2;
+          for (int m = 0; m < 4; ++m) {
+            const uint16_t low = kTransposed ? rows[8 * m + pair][line] : rows[8 * m + line][pair];
+            const uint16_t high = kTransposed ? rows[8 * m + pair + 1][line] : rows[8 * m + line][pair + 1];
+            lanes[lane].to[m] = low | static_cast<uint32_t>(high) << 16;
+          }
+        }
+      });
   std::memcpy(to, brought<Mine>(all, lane_index()).to, sizeof(to));
 }
 
@@ -186,10 +187,10 @@ struct PartOf {
 struct UpperBits {
   float operator()(uint32_t bits, int) const { return std::bit_cast<float>(bits & 0xffffe000u); }
 };
-#define PATCHCONV_MMA(TYPE, DEPTH, ELEMENT)                                                               \
-  PATCHCONV_DEVICE void multiply_matrices(TYPE, float (&c)[4], const uint32_t (&a)[4],                    \
-                                          const uint32_t (&b)[2]) {                                       \
-    multiply_fragments<DEPTH, ELEMENT>(c, a, b);                                                          \
+#define PATCHCONV_MMA(TYPE, DEPTH, ELEMENT)                                            \
+  PATCHCONV_DEVICE void multiply_matrices(TYPE, float (&c)[4], const uint32_t (&a)[4], \
+                                          const uint32_t (&b)[2]) {                    \
+    multiply_fragments<DEPTH, ELEMENT>(c, a, b);                                       \
   }
 PATCHCONV_MMA(Half, 16, PartOf<Half>)
 PATCHCONV_MMA(BFloat16, 16, PartOf<BFloat16>)
