@@ -10,9 +10,10 @@ in its machine code, are compared with the comment above the kernel, in its .cu 
 
 The budget is for the worst instance on the worst architecture. Shared memory is what the kernel declares and what its
 launch asks for together; the launch is not seen here, so that only what is declared is held to it, and a kernel without
-any to 0. Errors: a kernel without a budget or that is never compiled, more than the budget, registers far below it (so
-that budgets stay true), spills, a stack frame, local memory. Exit code 1 for any of these, 2 without a toolkit. Results
-are cached in build/kernels by a hash of sources, flags and compiler.
+any to 0. `, tensor cores` follows where a kernel multiplies by them. Errors: a kernel without a budget or that is never
+compiled, more than the budget, registers far below it (so that budgets stay true), spills, a stack frame, local memory,
+tensor cores that are not used or not told of. Exit code 1 for any of these, 2 without a toolkit. Results are cached in
+build/kernels by a hash of sources, flags and compiler.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Failed(RuntimeError):
 class Budget:
     registers: int
     shared: int
+    matrices: bool = False  # tensor cores multiply
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Use:
     local: int = 0
     accesses: int = 0  # instructions that load from local memory or store to it
     shares: bool | None = None  # uses shared memory, declared or given by the launch; None: not known
+    matrices: bool | None = None  # has instructions of tensor cores
 
     @property
     def name(self) -> str:
@@ -130,7 +133,7 @@ _KERNEL = re.compile(
     r"(?P<name>\w+)\s*\(",
     re.MULTILINE,
 )
-_BUDGET = re.compile(r"^// Budget: (\d+) registers, (\d+) bytes of shared memory\.$")
+_BUDGET = re.compile(r"^// Budget: (\d+) registers, (\d+) bytes of shared memory(, tensor cores)?\.$")
 
 
 def listed() -> list[Path]:
@@ -156,7 +159,7 @@ def budgets(path: Path) -> dict[str, Budget | None]:
     result: dict[str, Budget | None] = {}
     for kernel in _KERNEL.finditer(text):
         above = _BUDGET.match((kernel["comment"].splitlines() or [""])[-1])
-        result[kernel["name"]] = Budget(int(above[1]), int(above[2])) if above else None
+        result[kernel["name"]] = Budget(int(above[1]), int(above[2]), bool(above[3])) if above else None
     meant, understood = len(re.findall(r"//\s*budget\b", text, re.IGNORECASE)), len(list(filter(None, result.values())))
     if meant != understood:
         form = "// Budget: 64 registers, 0 bytes of shared memory."
@@ -200,6 +203,7 @@ def parse(text: str, arch: str) -> list[Use]:
 _ACCESSES = {
     "local": re.compile(r"\b(?:LDL|STL)\b"),
     "shared": re.compile(r"\b(?:LDS|STS|ATOMS|LDSM|STSM|LDGSTS|UBLKCP|UTMALDG)\b"),
+    "matrices": re.compile(r"\bH(?:G)?MMA\b"),
 }
 
 
@@ -263,7 +267,12 @@ class Compiler:
                 known = {use.function for use in found}
                 found += [Use(function, arch, kernel=False) for function in seen if function not in known]
                 found = [
-                    replace(use, accesses=seen[use.function]["local"], shares=seen[use.function]["shared"] > 0)
+                    replace(
+                        use,
+                        accesses=seen[use.function]["local"],
+                        shares=seen[use.function]["shared"] > 0,
+                        matrices=seen[use.function]["matrices"] > 0,
+                    )
                     for use in found
                 ]
             draft = Path(folder) / "uses.json"
@@ -308,12 +317,17 @@ def offences(source: Path, uses: Sequence[Use], limits: dict[str, Budget | None]
         most, shared = (max(getattr(use, of) for use in instances) for of in ("registers", "shared"))
         budget = limits.get(name)
         if budget is None:
-            line = f"// Budget: {-(-most // 8) * 8} registers, {shared} bytes of shared memory."
+            cores = ", tensor cores" if any(use.matrices for use in instances) else ""
+            line = f"// Budget: {-(-most // 8) * 8} registers, {shared} bytes of shared memory{cores}."
             found.append(f"{name} has no budget; right above it should stand: {line}")
             continue
         for use in instances:
             if use.registers > budget.registers:
                 found.append(f"{use.where} takes {use.registers} registers, its budget is {budget.registers}")
+            if use.matrices is not None and use.matrices != budget.matrices:
+                found.append(
+                    f"{use.where} has {'' if use.matrices else 'no '}instructions of tensor cores, unlike its budget"
+                )
             if use.shared > budget.shared:
                 found.append(f"{use.where} takes {use.shared} bytes of shared memory, its budget is {budget.shared}")
         if budget.registers > most + SLACK:

@@ -95,7 +95,8 @@ def last_path() -> dict[str, Any]:
 
     Keys: op ("conv2d"), pass ("fprop", "dgrad", "wgrad"), path ("stock": one call of the stock operator, "tiled", or
     "native": a kernel of this project's), kernel (its name under "native", else None), tiles (pieces a spatial
-    dimension), batch_step (images a tile), count (tiles computed), views (of them, tiles whose input was read in place).
+    dimension), batch_step (images a tile), count (tiles computed), views (of them, tiles whose
+    input was read in place).
     """
     return _C.last_path()
 

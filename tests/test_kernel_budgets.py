@@ -79,7 +79,7 @@ def toolkit() -> Toolkit:
 @pytest.mark.slow
 def test_every_kernel_keeps_its_budget(toolkit: Toolkit) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.kernels"], cwd=kernels.ROOT, text=True, capture_output=True, timeout=600
+        [sys.executable, "-m", "bench.kernels"], cwd=kernels.ROOT, text=True, capture_output=True, timeout=1500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for source in kernels.listed():
@@ -251,6 +251,9 @@ SOURCE = Path("mask.cu")
         (GOOD, Budget(54, 2047), "takes 2048 bytes of shared memory, its budget is 2047"),
         (PLAIN, Budget(54, 1), "has a budget of 1 bytes of shared memory and uses no"),
         (replace(PLAIN, shares=True), Budget(54, 0), "has a budget of 0 bytes of shared memory and uses some"),
+        (replace(PLAIN, matrices=True), Budget(54, 0, True), None),
+        (replace(PLAIN, matrices=True), Budget(54, 0), "has instructions of tensor cores, unlike its budget"),
+        (replace(PLAIN, matrices=False), Budget(54, 0, True), "has no instructions of tensor cores, unlike its budget"),
         (GOOD, None, "no budget; right above it should stand: // Budget: 56 registers, 2048 bytes of shared memory."),
     ],
 )

@@ -244,7 +244,7 @@ PATCHCONV_DEVICE int64_t target_of(const ConvSums& call, const Tiling& tiling, c
          call.lines[1].target(y) * call.target.place[1] + call.lines[2].target(x) * call.target.place[2];
 }
 
-// Budget: 255 registers, 101376 bytes of shared memory.
+// Budget: 255 registers, 101376 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kGather, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums call, Tiling tiling) {
   char* halos = shared_memory<char>();

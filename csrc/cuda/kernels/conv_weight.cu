@@ -54,7 +54,7 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const
   }
 }
 
-// Budget: 248 registers, 74848 bytes of shared memory.
+// Budget: 248 registers, 74848 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kAsync>
 __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::resident(kStrict, kAsync))
     conv_weight_kernel(ConvProducts call, ConvWeightPlan plan, float* workspace) {
