@@ -93,7 +93,7 @@ def pip_toolkit_command() -> str:
 
 def default_archs(toolkit: Toolkit) -> str:
     """Ampere, Hopper and consumer Blackwell, with PTX of the newest so that later GPUs can run it as well."""
-    return "8.0;9.0a;12.0+PTX" if toolkit.version >= (12, 8) else "8.0;9.0a;9.0+PTX"
+    return "8.0+PTX;9.0a;12.0+PTX" if toolkit.version >= (12, 8) else "8.0+PTX;9.0a;9.0+PTX"
 
 
 # --------------------------------------------------------------------------------------------------------

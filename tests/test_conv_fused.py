@@ -220,6 +220,9 @@ def test_operators_are_sound(device):
 
 
 ERRORS = {
+    "conv2d_fused: expected bias to": (ValueError, {"scale": torch.ones(6), "bias": torch.ones(5)}),
+    "conv2d_fused: expected bias to have the dtype of input":
+        (TypeError, {"scale": torch.ones(6), "bias": torch.ones(6).double()}),
     "expected scale to have K = 6 elements, got shape [5]": (ValueError, {"scale": torch.ones(5)}),
     "expected scale to be of a floating-point dtype, got Int": (TypeError, {"scale": torch.ones(6, dtype=torch.int32)}),
     "expected residual to have the result's shape [2, 6, 7, 9], got [2, 6, 7, 1]":

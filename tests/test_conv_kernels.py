@@ -49,8 +49,9 @@ def test_plain_kernels(mode, pass_):
         more = {"keep": keep}
         if pass_ != "weight" and number % 3 == 0:
             shape = p.shape(pass_)
+            wide = torch.promote_types(dtype, torch.float32)
             more |= {
-                "scale": torch.rand(shape[1]) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
+                "scale": torch.rand(shape[1]).to(wide) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
                 "residual": conv_kernels.filled(shape, dtype, layout), "relu": True,
             }  # fmt: skip
         cases.append(conv_kernels.case(p, pass_, dtype, layout, choose.choice(["noise", "steps", "ramp"]), **more))

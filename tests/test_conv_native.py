@@ -198,6 +198,51 @@ def test_which_kernel_runs(tf32, monkeypatch):
         assert float((y - want).abs().max()) < (5e-2 if tf32 else 5e-5)
 
 
+def test_what_falls_back_to_which_kernel():
+    """Halos that do not fit, many residues of the stride, weights larger than the limit of their parts."""
+    ops = host()
+
+    def ran(x: Tensor, w: Tensor, stride: int, groups: int, padding: int = 0) -> str:
+        rest = [2, False, [stride] * 2, [padding] * 2, [0, 0], [1, 1], groups, "zeros", None]
+        ops.kernels_that_ran()
+        y = ops.conv(x, w, None, *rest)
+        gradients = ops.conv_gradients(y, None, x, w, x.shape, w.shape, *rest, [True, True, False])
+        leaves = [t.double().requires_grad_() for t in (x, w)]
+        want = reference.conv(*leaves, None, stride, padding, 1, groups)
+        for got, e in zip(gradients[:2], torch.autograd.grad(want, leaves, y.double()), strict=True):
+            torch.testing.assert_close(got.double(), e, rtol=1e-4, atol=1e-4 * float(e.abs().max()))
+        return ops.kernels_that_ran()
+
+    torch.manual_seed(4)
+    wide = torch.randn(1, 8, 4, 60).contiguous(memory_format=torch.channels_last)
+    assert ran(wide, torch.randn(8, 1, 1, 41), 1, 8) == "depthwise:1 depthwise:1 depthwise:1"
+    large = torch.randn(1, 8, 6, 60).contiguous(memory_format=torch.channels_last)
+    assert ran(large, torch.randn(8, 1, 63, 63), 1, 8, 31) == "tiles:1 tiles:1 depthwise:1"
+    assert ran(torch.randn(1, 3, 20, 20), torch.randn(8, 3, 5, 5), 5, 1) == "stem:1 plain:1 weight:1"
+    ops.set_workspace_limit(1000)
+    try:
+        assert ran(torch.randn(1, 16, 6, 6), torch.randn(8, 16, 3, 3), 1, 1).endswith("weight:1")
+    finally:
+        ops.set_workspace_limit(64 << 20)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_the_newer_setting_of_tf32(precision, monkeypatch):
+    """torch.backends.cudnn.conv.fp32_precision, with which the older question has no answer."""
+    conv = torch.backends.cudnn.conv
+    before = conv.fp32_precision
+    x, w = torch.randn(1, 16, 9, 40), torch.randn(16, 16, 3, 3)
+    try:
+        conv.fp32_precision = precision
+        y = host().conv(x, w, None, 2, False, [1, 1], [1, 1], [0, 0], [1, 1], 1, "zeros", None)
+        if pc.build_info()["cuda"]:
+            pc.explain((1, 16, 9, 40), nn.Conv2d(16, 16, 3), device="cuda")
+    finally:
+        conv.fp32_precision = before
+    error = float((y - reference.conv(x, w, None, 1, 1)).abs().max())
+    assert (error < 2e-5) == (precision == "ieee")
+
+
 @pytest.mark.parametrize("channels", [24, 3, "depthwise"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_fused_results_and_bits(layout, channels):

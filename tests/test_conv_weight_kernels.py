@@ -89,16 +89,14 @@ def test_same_bits(dtype, strict):
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
 def test_parts(dtype, strict):
-    """As many as the workspace allows; none where it has no room for one."""
+    """As many as the workspace allows, and one in any case."""
     p = Problem((30, 62), (2, 1), 8, 8)
     one = 4 * torch.Size(p.weight_shape).numel()
     cases = [
         conv_kernels.case(p, "weight", dtype, "NHWC", "ramp", strict=strict, limit=limit)
         for limit in (one - 4, one, 2 * one, 3 * one + 4, 100 * one)
     ]
-    none, *some = results(cases)
-    assert (none == -777).all()
-    for c, got in zip(cases[1:], some, strict=True):
+    for c, got in zip(cases, results(cases), strict=True):
         check(c, got)
 
 

@@ -185,7 +185,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     ctx->save_for_backward({grad_output, save_input ? *input : Tensor(), save_weight ? *weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input_size);
     save_sizes(ctx, "weight_size", save_weight, weight_size);
-    OwnedSpec::save(ctx, spec, flags(mask, input, weight));
+    OwnedSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_input, grad_weight, grad_bias] =
         call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, mask);
@@ -201,6 +201,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
     const OwnedSpec owned(ctx);
+    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 5));
     const auto flag = [&](int bit) { return (owned.flags >> bit & 1) != 0; };
     const variable_list grads = spread(outputs, {flag(0), flag(1), flag(2)});
     const auto saved = ctx->get_saved_variables();

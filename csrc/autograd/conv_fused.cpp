@@ -86,6 +86,7 @@ Tensor conv2d_fused(const Tensor& input, const Tensor& weight, const OptionalTen
   if (tangent || !relu || factor.defined() || !served(input) || !served(weight)) {
     const ConvParams params = check_params(spec, "conv2d_fused");
     check_fused(parts, input, check_sizes<c10::SymInt>(params, input.sym_sizes(), weight.sym_sizes()));
+    check_forward_tensors(params, input, weight, bias);
     return fused_from_parts(spec, input, weight, bias, parts);
   }
   const auto node = make_node<ConvReluBackward>(input, weight, b, more);

@@ -63,7 +63,7 @@ class CudaEngine : public ConvEngine {
     at::cudnn_convolution_out(out, tile, weight, padding, values(problem, &ConvDim::stride),
                               values(problem, &ConvDim::dilation), problem.groups, context.benchmarkCuDNN(),
                               context.deterministicCuDNN() || context.deterministicAlgorithms(),
-                              context.allowTF32CuDNN());
+                              context.allowTF32CuDNN(at::Float32Op::CONV));
     if (bias.has_value()) out.add_(bias->view({1, -1, 1, 1}));
     return true;
   }

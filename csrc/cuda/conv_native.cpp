@@ -36,7 +36,7 @@ Type type_of(at::ScalarType dtype) {
 }
 
 // Whether float32 must be computed as such, and not in TF32.
-bool strict() { return !at::globalContext().allowTF32CuDNN(); }
+bool strict() { return !at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
 
 // The problem's dimensions, with those that it lacks in front.
 struct Dims {
@@ -61,12 +61,20 @@ ConvTensor strided(const Tensor& tensor, const Tensor& bits = Tensor()) {
   return result;
 }
 
+// The same element at the same offset.
+bool laid_out_alike(const Tensor& a, const Tensor& b) {
+  bool alike = true;
+  for (const auto d : irange(a.dim())) alike = alike && (a.size(d) == 1 || a.stride(d) == b.stride(d));
+  return alike;
+}
+
 kernels::ConvWeight strided_weight(const ConvProblem& problem, const Tensor& weight, bool to_big) {
+  const auto stride = [&](int64_t d) { return weight.size(d) == 1 ? 0 : weight.stride(d); };
   const int64_t group = weight.stride(0) * (problem.small_channels / problem.groups);
   kernels::ConvWeight result{weight.const_data_ptr(), group, weight.stride(to_big ? 1 : 0),
                              weight.stride(to_big ? 0 : 1)};
   const int64_t spatial = weight.dim() - 2;
-  for (const auto d : irange(spatial)) result.tap[3 - spatial + d] = weight.stride(2 + d);
+  for (const auto d : irange(spatial)) result.tap[3 - spatial + d] = stride(2 + d);
   return result;
 }
 
@@ -136,7 +144,7 @@ int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
   return most;
 }
 
-// The workspace of a weight gradient's parts; less where a part alone takes more.
+// What the parts of a weight gradient may take, one part alone excepted.
 int64_t parts_limit() { return std::min<int64_t>(workspace_limit(), int64_t{32} << 20); }
 
 ConvProducts products_of(const ConvProblem& problem) {
@@ -158,16 +166,28 @@ kernels::ConvWeightPlan weight_plan(Type type, const ConvProducts& call) {
 Kernel weight_kernel(const ConvProblem& problem, Type type) {
   const ConvProducts call = products_of(problem);
   if (type == Type::kDouble) return Kernel::kPlain;
-  if (call.sources == 1 && call.groups > 1 && kernels::conv_depthwise_weight_workspace(type, call) >= 0) {
+  if (call.sources == 1 && call.groups > 1 &&
+      kernels::conv_depthwise_weight_workspace(type, call, parts_limit()) >= 0) {
     return Kernel::kDepthwiseWeight;
   }
   return weight_plan(type, call).parts > 0 ? Kernel::kWeight : Kernel::kPlain;
 }
 
+// A launch for each residue of the strides, of the way to the big grid; with more, one of the plain kernel.
+constexpr int64_t kMostLaunches = 16;
+
+int64_t residues(const ConvProblem& problem) {
+  int64_t count = 1;
+  for (const ConvDim& dim : problem.dims) count *= dim.stride;
+  return count;
+}
+
 // By sizes alone: whatever the strides, splits and addresses, the same kernel.
 Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
   if (pass == ConvPass::kWeight) return weight_kernel(problem, type);
-  if (pass == ConvPass::kBig && problem.mode != PaddingMode::kZeros) return Kernel::kGather;
+  if (pass == ConvPass::kBig && (problem.mode != PaddingMode::kZeros || residues(problem) > kMostLaunches)) {
+    return Kernel::kGather;
+  }
   if (type == Type::kDouble) return Kernel::kPlain;
   ConvSums call = sums_of(problem, pass);
   const int shared = device_limits().shared_bytes;
@@ -195,7 +215,8 @@ Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
 // What the table of this architecture says.
 bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                      at::MemoryFormat format) {
-  if (dtype == at::kDouble) return false;
+  const int arch = device_limits().arch;
+  if (dtype == at::kDouble || !has_conv_rules(arch)) return false;
   ConvQuery query;
   query.pass = pass == ConvPass::kSmall ? "fprop" : pass == ConvPass::kBig ? "dgrad" : "wgrad";
   query.dtype = dtype == at::kHalf       ? "float16"
@@ -212,7 +233,7 @@ bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType d
     query.stride = std::max(query.stride, dim.stride);
     query.places *= dim.small;
   }
-  return prefers_own_kernel(device_limits().arch, query);
+  return prefers_own_kernel(arch, query);
 }
 
 void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pieces) {
@@ -245,7 +266,7 @@ OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::Scala
   } else if (kernel == Kernel::kWeight) {
     own.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
   } else if (kernel == Kernel::kDepthwiseWeight) {
-    own.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem));
+    own.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
   }
   return own;
 }
@@ -273,11 +294,12 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
     return vector.has_value() && vector->defined() ? vector->to(dtype).contiguous() : Tensor();
   };
   const Tensor bias = dense(epilogue.bias, target.scalar_type());
-  const Tensor scale = dense(epilogue.scale, at::kFloat);
+  const Tensor scale =
+      dense(epilogue.scale, type_of(target.scalar_type()) == Type::kDouble ? at::kDouble : at::kFloat);
   Tensor residual;
   if (epilogue.residual.has_value() && epilogue.residual->defined()) {
     residual = *epilogue.residual;
-    if (residual.strides() != target.strides() || residual.scalar_type() != target.scalar_type()) {
+    if (!laid_out_alike(residual, target) || residual.scalar_type() != target.scalar_type()) {
       residual = at::empty_like(target).copy_(residual);
     }
   }
@@ -291,7 +313,7 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   call.weight = strided_weight(problem, weight, pass == ConvPass::kBig);
   call.target = strided(target);
   call.target.data = target.mutable_data_ptr();
-  call.epilogue = {static_cast<const float*>(data(scale)), data(bias), data(residual), epilogue.relu,
+  call.epilogue = {data(scale), data(bias), data(residual), epilogue.relu,
                    epilogue.bits.defined() ? epilogue.bits.mutable_data_ptr<uint8_t>() : nullptr};
   const Dims dims(problem);
   if (kernel == Kernel::kGather) {
@@ -345,8 +367,8 @@ Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tenso
     const Tensor parts = workspace(plan.workspace);
     kernels::launch_conv_weight(type, strict(), plan, call, parts.mutable_data_ptr<float>(), stream);
   } else if (kernel == Kernel::kDepthwiseWeight) {
-    const Tensor parts = workspace(kernels::conv_depthwise_weight_workspace(type, call));
-    kernels::launch_conv_depthwise_weight(type, call, parts.mutable_data_ptr<float>(), stream);
+    const Tensor parts = workspace(kernels::conv_depthwise_weight_workspace(type, call, parts_limit()));
+    kernels::launch_conv_depthwise_weight(type, call, parts_limit(), parts.mutable_data_ptr<float>(), stream);
   } else {
     kernels::launch_conv_plain_weight(type, call, stream);
   }

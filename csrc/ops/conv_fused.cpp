@@ -43,6 +43,10 @@ Tensor transformed(const Tensor& input, const Tensor& weight, const OptionalTens
                    OptionalIntArrayRef splits) {
   const ConvSpec spec = conv_spec(2, stride, padding, dilation, groups, padding_mode, splits);
   const auto [x, w, b] = autocast_as_enabled(input, weight, bias);
+  const ConvParams params = check_params(spec, "conv2d_fused");
+  const auto sizes = check_sizes<c10::SymInt>(params, x.sym_sizes(), w.sym_sizes());
+  check_forward_tensors(params, x, w, b);
+  check_fused({scale, std::nullopt, relu}, x, sizes);
   Tensor y = stock_conv(spec, x, w, given(scale) ? std::nullopt : b);
   y = with_parts(y, b, {scale, residual, relu});
   return relu ? at::relu(y) : y;

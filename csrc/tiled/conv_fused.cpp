@@ -55,10 +55,14 @@ std::tuple<Tensor, Tensor> conv2d_fused(const Tensor& input, const Tensor& weigh
     if (mask && relu && !bits.defined()) bits = mask_pack(y, Mask::kRelu, 0, 0);
   } else {
     y = conv_forward(engine, spec, input, weight, given(scale) ? std::nullopt : bias);
-    const auto by_channel = [](const Tensor& vector) { return vector.view({-1, 1, 1}); };
     if (given(scale)) {
-      y.mul_(by_channel(*scale));
-      if (given(bias)) y.add_(by_channel(*bias));
+      // As with gradients: half precision by way of float32, rounded once.
+      const auto by_channel = [](const Tensor& vector) { return vector.view({-1, 1, 1}); };
+      const bool reduced = at::isReducedFloatingType(y.scalar_type());
+      Tensor z = reduced ? y.to(at::kFloat) : y;
+      z.mul_(by_channel(*scale));
+      if (given(bias)) z.add_(by_channel(*bias));
+      if (reduced) y.copy_(z);
     }
     if (given(residual)) y.add_(*residual);
     if (relu && mask) {

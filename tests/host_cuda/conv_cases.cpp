@@ -68,7 +68,7 @@ struct Problem {
     call.source.bits = c.buffer<const uint8_t>(kBitsRead);
     call.target = tensor(to_big ? kBig : kSmall);
     call.weight = weight(to_big);
-    call.epilogue = {c.buffer<const float>(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
+    call.epilogue = {c.buffer(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
                      c.buffer<uint8_t>(kBitsWritten)};
     return call;
   }
@@ -148,10 +148,10 @@ void depthwise(const Case& c) {
   const Problem problem(c);
   if (problem.pass() == 2) {
     const ConvProducts call = problem.products();
-    const int64_t floats = conv_depthwise_weight_workspace(c.type, call);
+    const int64_t floats = conv_depthwise_weight_workspace(c.type, call, c.integer(8));
     check_served(floats >= 0);
     const Floats workspace(floats, c);
-    return launch_conv_depthwise_weight(c.type, call, workspace.data, nullptr);
+    return launch_conv_depthwise_weight(c.type, call, c.integer(8), workspace.data, nullptr);
   }
   problem.each_line([&](const auto&, const ConvSums& call) {
     check_served(conv_depthwise_serves(c.type, call, kSharedLimit));

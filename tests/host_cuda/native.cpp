@@ -154,6 +154,7 @@ TORCH_LIBRARY(patchconv_host, m) {
       "padding, int[] dilation, int groups, str mode, int[]? splits) -> (Tensor, Tensor)",
       &fused);
   m.def("kernels_that_ran() -> str", &kernels_that_ran);
+  m.def("set_workspace_limit(int bytes) -> ()", [](int64_t bytes) { set_workspace_limit(bytes); });
   m.def("choice(Tensor input, Tensor weight, int groups, str backend, str rule) -> str", &choice);
 #undef GEOMETRY
 }

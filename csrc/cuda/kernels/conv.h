@@ -33,7 +33,7 @@ struct ConvWeight {
 // What becomes of a sum: times a factor, plus bias, plus residual, negative ones to zero; each only where it
 // is asked for, in float32 (float64 for float64), rounded once.
 struct ConvEpilogue {
-  const float* scale = nullptr;    // a number a channel
+  const void* scale = nullptr;     // a number a channel, float32 (float64 for float64)
   const void* bias = nullptr;      // a number a channel, of the tensors' type
   const void* residual = nullptr;  // of the result's strides
   bool relu = false;
@@ -137,7 +137,8 @@ struct ConvWeightPlan {
   int run_columns = 0;           // of all runs
   int tap_begin[3] = {0, 0, 0};  // number of the column that a tap meets first
 };
-// `workspace_limit` in bytes. Depends on types, sizes and limits alone, not on strides and addresses.
+// `workspace_limit` in bytes; one part is taken in any case. Depends on types, sizes and limits alone, not on
+// strides and addresses.
 ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit);
 void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
@@ -161,9 +162,11 @@ void launch_conv_channel_sums(Type type, const ConvChannelSums& call, float* wor
 
 bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
 void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
-// Its weight's gradient; workspace in floats, -1 where it is not served.
-int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call);
-void launch_conv_depthwise_weight(Type type, const ConvProducts& call, float* workspace, Stream stream);
+// Its weight's gradient; workspace in floats, within `limit` bytes unless one part alone takes more; -1 where
+// it is not served. Both depend on sizes alone, not on strides and addresses.
+int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit);
+void launch_conv_depthwise_weight(Type type, const ConvProducts& call, int64_t limit, float* workspace,
+                                  Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // First layers: up to 4 source channels, one group, the taps of a row of the kernel as one inner dimension.

@@ -135,7 +135,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
 #pragma unroll
   for (int i = 0; i < kMine; ++i) {
     if (channel + i >= channels) break;
-    const float scale = epilogue.scale == nullptr ? 1 : epilogue.scale[channel + i];
+    const float scale =
+        epilogue.scale == nullptr ? 1 : static_cast<const float*>(epilogue.scale)[channel + i];
 #pragma unroll
     for (int a = 0; a < kDown; ++a) sums[a][i] *= scale;
     if (epilogue.bias == nullptr) continue;
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
 // Threads take pieces of channels, columns and groups of rows, a power of two of each: as many as there are,
 // and fewer where their tile would not leave room for other blocks.
 template <typename T, bool kTogether>
-Tile plan(const ConvSums& call) {
+Tile plan(const ConvSums& call, bool whole) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const int channels = call.groups * call.outputs;
   constexpr int kLeast = kTogether ? log2_up(8 / kCount<T, kTogether>) : 0;  // a byte of a mask
@@ -214,8 +215,6 @@ Tile plan(const ConvSums& call) {
     tile.weights = static_cast<int>(weights);
     tile.shared_bytes = static_cast<int>(std::min<int64_t>(bytes, 1 << 30));
   };
-  const bool whole =
-      in_pieces<T>(call.source, kTogether, channels, x.source) && (!kTogether || call.outputs == 1);
   fill(whole);
   while (tile.shared_bytes > kSharedWanted && pieces + columns + groups > kWarpLog2) {
     if (pieces > kLeast) {
@@ -228,6 +227,13 @@ Tile plan(const ConvSums& call) {
     fill(whole);
   }
   return tile;
+}
+
+// Whether the source can be copied in pieces of 16 bytes.
+template <typename T, bool kTogether>
+bool source_in_pieces(const ConvSums& call) {
+  return in_pieces<T>(call.source, kTogether, call.groups * call.outputs, call.lines[2].source) &&
+         (!kTogether || call.outputs == 1);
 }
 
 bool together(const ConvSums& call) {
@@ -247,9 +253,13 @@ void with_kernel(Type type, const ConvSums& call, Use use) {
 
 bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit) {
   if (type == Type::kDouble || call.sources != 1) return false;
-  bool fits = false;
-  with_kernel(type, call, [&](auto t, auto together) {
-    fits = plan<decltype(t), decltype(together)::value>(call).shared_bytes <= shared_limit;
+  bool fits = true;  // in either layout, in pieces or not: the answer must hold for any strides
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    for (const bool whole : {false, true}) {
+      fits = fits && plan<T, false>(call, whole).shared_bytes <= shared_limit &&
+             plan<T, true>(call, whole).shared_bytes <= shared_limit;
+    }
   });
   return fits;
 }
@@ -258,7 +268,7 @@ void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream) {
   with_kernel(type, call, [&](auto t, auto together) {
     using T = decltype(t);
     constexpr bool kTogether = decltype(together)::value;
-    Tile tile = plan<T, kTogether>(call);
+    Tile tile = plan<T, kTogether>(call, source_in_pieces<T, kTogether>(call));
     const int channels = call.groups * call.outputs;
     const int64_t grid =
         call.images * call.lines[0].count * blocks_of(call.lines[1].count, tile.rows_log2<kTogether>()) *

@@ -144,12 +144,9 @@ __global__ void __launch_bounds__(kDepthwiseThreads)
 }
 
 template <typename T, bool kTogether>
-Tile plan(const ConvProducts& call) {
+Tile plan(const ConvProducts& call, bool big_whole, bool small_whole, int64_t limit) {
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   const int channels = call.groups * call.outputs;
-  const bool big_whole =
-      (!kTogether || call.outputs == 1) && in_pieces<T>(call.big, kTogether, channels, x.source);
-  const bool small_whole = in_pieces<T>(call.small, kTogether, channels, x.count);
   Tile tile;
   tile.tap_groups = (y.taps + kTaps - 1) / kTaps;
   const int groups = tile.tap_groups * x.taps;
@@ -178,7 +175,8 @@ Tile plan(const ConvProducts& call) {
   const int64_t blocks = int64_t{tile.chunks} * tile.slices * z.taps;
   const int64_t enough =
       std::max((kBlocksWanted + blocks - 1) / blocks, (tile.tiles + kMostTiles - 1) / kMostTiles);
-  tile.parts = std::min(tile.tiles, enough);
+  const int64_t most = std::max<int64_t>(1, limit / (4 * channels * taps_of(call)));
+  tile.parts = std::min({tile.tiles, enough, most});
   return tile;
 }
 
@@ -195,21 +193,33 @@ void with_kernel(Type type, const ConvProducts& call, Use use) {
 
 }  // namespace
 
-int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call) {
+int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit) {
   if (type == Type::kDouble || call.sources != 1) return -1;
-  int64_t floats = -1;
-  with_kernel(type, call, [&](auto t, auto together) {
-    const Tile tile = plan<decltype(t), decltype(together)::value>(call);
-    if (tile.shared_bytes <= kShared) floats = call.groups * call.outputs * taps_of(call) * tile.parts;
+  int64_t parts = 0;  // the most of any layout, in pieces or not
+  bool fits = true;
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    for (const int whole : {0, 1, 2, 3}) {
+      for (const Tile& tile : {plan<T, false>(call, whole & 1, whole & 2, limit),
+                               plan<T, true>(call, whole & 1, whole & 2, limit)}) {
+        fits = fits && tile.shared_bytes <= kShared;
+        parts = std::max(parts, tile.parts);
+      }
+    }
   });
-  return floats;
+  return fits ? call.groups * call.outputs * taps_of(call) * parts : -1;
 }
 
-void launch_conv_depthwise_weight(Type type, const ConvProducts& call, float* workspace, Stream stream) {
+void launch_conv_depthwise_weight(Type type, const ConvProducts& call, int64_t limit, float* workspace,
+                                  Stream stream) {
   with_kernel(type, call, [&](auto t, auto together) {
     using T = decltype(t);
     constexpr bool kTogether = decltype(together)::value;
-    const Tile tile = plan<T, kTogether>(call);
+    const int channels = call.groups * call.outputs;
+    const bool big_whole = (!kTogether || call.outputs == 1) &&
+                           in_pieces<T>(call.big, kTogether, channels, call.lines[2].source);
+    const bool small_whole = in_pieces<T>(call.small, kTogether, channels, call.lines[2].count);
+    const Tile tile = plan<T, kTogether>(call, big_whole, small_whole, limit);
     launch(conv_depthwise_weight_kernel<T, kTogether>,
            {int64_t{tile.chunks} * tile.slices * call.lines[0].taps * tile.parts}, tile.warps * kWarp,
            tile.shared_bytes, stream, call, tile, workspace);

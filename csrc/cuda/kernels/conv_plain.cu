@@ -115,6 +115,7 @@ PATCHCONV_DEVICE void each_showing(PaddingMode mode, const ConvDim& dim, int64_t
     return;
   }
   use(i);
+  if (mode == PaddingMode::kZeros) return;
   const bool turns = mode == PaddingMode::kCircular;
   const int64_t front = turns ? i - dim.big : -i;
   const int64_t back = turns ? i + dim.big : 2 * (dim.big - 1) - i;

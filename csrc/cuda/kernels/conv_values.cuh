@@ -59,7 +59,7 @@ PATCHCONV_DEVICE bool passes(S value) {
 // The result at `offset` of a channel of all.
 template <typename T>
 PATCHCONV_DEVICE Sum<T> finished(const ConvEpilogue& epilogue, Sum<T> sum, int channel, int64_t offset) {
-  if (epilogue.scale != nullptr) sum *= epilogue.scale[channel];
+  if (epilogue.scale != nullptr) sum *= static_cast<const Sum<T>*>(epilogue.scale)[channel];
   if (epilogue.bias != nullptr) sum += to_sum(static_cast<const T*>(epilogue.bias)[channel]);
   if (epilogue.residual != nullptr) sum += to_sum(static_cast<const T*>(epilogue.residual)[offset]);
   return epilogue.relu && !passes(sum) ? 0 : sum;

@@ -224,7 +224,8 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
   const int64_t elements = elements_of(call), tiles = tiles_of(call, plan);
   int64_t parts =
       std::min(int64_t{2} * resident * multiprocessors / tiles, call.images * z.count * least / 16);
-  parts = std::min({std::max<int64_t>(parts, 1), workspace_limit / 4 / elements, kMostBlocks / tiles});
+  parts = std::max<int64_t>(std::min(parts, workspace_limit / 4 / elements), 1);
+  parts = std::min(parts, kMostBlocks / tiles);
   plan.parts = static_cast<int>(parts);
   plan.workspace = parts * elements;
   return plan;

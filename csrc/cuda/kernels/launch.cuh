@@ -19,8 +19,11 @@ void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t share
   if (grid.x > kMostBlocks) throw LaunchError("a grid of more than 2^31 - 1 blocks");
   if (grid.y > kMostBlocksDown) throw LaunchError("a grid of more than 65535 blocks along y");
   if (shared_bytes > 48 * 1024) {
-    check(static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                static_cast<int>(shared_bytes))));
+    // All that the device has, whatever this launch takes: another thread may be starting the same kernel.
+    int device = 0, most = 0;
+    check(static_cast<int>(cudaGetDevice(&device)));
+    check(static_cast<int>(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));
+    check(static_cast<int>(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most)));
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
