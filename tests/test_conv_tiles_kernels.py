@@ -9,6 +9,7 @@ import kernels
 import pytest
 import torch
 from conv_kernels import MODES, Case, Problem
+from kernels import Memory
 from test_conv_kernels import problem
 
 # float32 in three tf32 products, and in one.
@@ -106,3 +107,26 @@ def test_parts_have_the_bits_of_the_whole(pass_):
         place = (..., *(slice(*r) for r in c.ranges))
         joined[place] = got[place]
     assert torch.equal(joined, found[0])
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("pass_", ["small", "big"])
+@pytest.mark.parametrize("kernel", ["conv_tiles", "conv_stem", "conv_plain"])
+def test_past_two_to_the_31(kernel, pass_, layout):
+    """The last block alone, of tensors of 2^32 elements of which all but the last rows are zeros."""
+    channels = 1 if layout == "NCHW" else 4 if kernel == "conv_stem" else 8
+    width, rows = 32, 5
+    p = Problem((2**32 // channels // width + rows, width), (3, 1), channels, channels, padding=((1, 1), (0, 0)))
+    strides = (1, width * channels, channels) if layout == "NHWC" else (p.size[0] * width, width, 1)
+    whole = torch.empty_strided(p.big_shape, (p.size[0] * width * channels, *strides), dtype=torch.half, device="meta")
+    part = Problem((rows + 1, width), (3, 1), channels, channels, padding=((1, 1), (0, 0)))
+    c = conv_kernels.case(part, pass_, torch.half, layout)
+    call = Case(p, pass_, whole, whole, c.weight).call(kernel, last_blocks=1)
+    for i, tensor in enumerate((c.big, c.small)):
+        call.buffers[i] = Memory(conv_kernels.storage(tensor), 0, whole.numel())
+    (found,) = kernels.run([call])
+    last = (..., slice(1, None), slice(-8, None))  # whose inputs the part has, in the last block of any kernel
+    got, want = c.result(found)[last], c.expected()[last]
+    if kernel == "conv_plain":  # 256 results a block
+        got, want = (t[..., -1:, -8:] for t in (got, want))
+    assert conv_kernels.error(got, want) < 1.5e-3
