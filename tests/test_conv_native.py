@@ -218,7 +218,7 @@ def test_what_falls_back_to_which_kernel():
     assert ran(wide, torch.randn(8, 1, 1, 41), 1, 8) == "depthwise:1 depthwise:1 depthwise:1"
     large = torch.randn(1, 8, 6, 60).contiguous(memory_format=torch.channels_last)
     assert ran(large, torch.randn(8, 1, 63, 63), 1, 8, 31) == "tiles:1 tiles:1 depthwise:1"
-    assert ran(torch.randn(1, 3, 20, 20), torch.randn(8, 3, 5, 5), 5, 1) == "stem:1 plain:1 weight:1"
+    assert ran(torch.randn(1, 3, 20, 20), torch.randn(8, 3, 5, 5), 5, 1) == "tiles:1 plain:1 weight:1"
     ops.set_workspace_limit(1000)
     try:
         assert ran(torch.randn(1, 16, 6, 6), torch.randn(8, 16, 3, 3), 1, 1).endswith("weight:1")
