@@ -186,6 +186,17 @@ def case(
     return Case(problem, pass_, tensors["big"], tensors["small"], tensors["weight"], **more)
 
 
+def epilogue(shape: Sequence[int], dtype: torch.dtype, layout: str, bits: bool = False) -> dict[str, Any]:
+    """Every part that a result of this shape can have, for a Case."""
+    parts: dict[str, Any] = {
+        "scale": torch.rand(shape[1]).to(torch.promote_types(dtype, torch.float32)) + 0.5,
+        "bias": torch.randn(shape[1]).to(dtype), "residual": filled(shape, dtype, layout), "relu": True,
+    }  # fmt: skip
+    if bits:
+        parts["bits"] = torch.full(((torch.Size(shape).numel() + 7) // 8,), 0x55, dtype=torch.uint8)
+    return parts
+
+
 def error(got: Tensor, want: Tensor, terms: Tensor | float = 1) -> float:
     """The largest difference, over the largest value that is wanted."""
     assert got.isfinite().all()

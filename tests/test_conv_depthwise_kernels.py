@@ -53,14 +53,7 @@ def swept(choose: random.Random, number: int, mode: str, pass_: str) -> Case:
         read = p.big_shape if pass_ == "small" else p.small_shape
         more["keep"] = conv_kernels.filled(read, torch.float32, layout) > 0
     if pass_ != "weight" and choose.random() < 0.5:
-        shape = p.shape(pass_)
-        more |= {
-            "scale": torch.rand(shape[1]) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
-            "residual": conv_kernels.filled(shape, dtype, layout), "relu": True,
-        }  # fmt: skip
-        if writes_bits(p, pass_, layout):
-            count = torch.Size(shape).numel()
-            more["bits"] = torch.full(((count + 7) // 8,), 0x55, dtype=torch.uint8)
+        more |= conv_kernels.epilogue(p.shape(pass_), dtype, layout, writes_bits(p, pass_, layout))
     return conv_kernels.case(p, pass_, dtype, layout, choose.choice(["noise", "steps", "ramp"]), **more)
 
 

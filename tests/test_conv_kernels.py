@@ -48,12 +48,7 @@ def test_plain_kernels(mode, pass_):
             keep = conv_kernels.filled(read, torch.float32, layout) > 0
         more = {"keep": keep}
         if pass_ != "weight" and number % 3 == 0:
-            shape = p.shape(pass_)
-            wide = torch.promote_types(dtype, torch.float32)
-            more |= {
-                "scale": torch.rand(shape[1]).to(wide) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
-                "residual": conv_kernels.filled(shape, dtype, layout), "relu": True,
-            }  # fmt: skip
+            more |= conv_kernels.epilogue(p.shape(pass_), dtype, layout)
         cases.append(conv_kernels.case(p, pass_, dtype, layout, choose.choice(["noise", "steps", "ramp"]), **more))
     for c, found in zip(cases, kernels.run([c.call("conv_plain") for c in cases]), strict=True):
         got = c.result(found)

@@ -45,10 +45,7 @@ def test_random_problems(mode, kind):
         if layout != "sliced" and number % 3 == 0:
             more["keep"] = conv_kernels.filled(read, torch.float32, layout) > 0
         if number % 2 == 0:
-            more |= {
-                "scale": torch.rand(shape[1]) + 0.5, "bias": torch.randn(shape[1]).to(dtype),
-                "residual": conv_kernels.filled(shape, dtype, layout), "relu": True,
-            }  # fmt: skip
+            more |= conv_kernels.epilogue(shape, dtype, layout)
         content = choose.choice(["noise", "steps", "ramp"])
         cases.append(conv_kernels.case(p, pass_, dtype, layout, content, strict=strict, **more))
     check(cases, bound)

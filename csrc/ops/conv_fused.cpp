@@ -12,8 +12,6 @@ using at::Tensor;
 
 namespace {
 
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // (K) against (N, K, H, W) or (K, H, W).
 Tensor by_channel(const Tensor& vector) { return vector.view_symint({vector.sym_size(0), 1, 1}); }
 

@@ -6,6 +6,8 @@
 
 namespace patchconv {
 
+inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
 // Arguments beside the tensors of a convolution. Non-owning, as ConvSpec.
 struct FusedParts {
   const OptionalTensor& scale;     // (K)

@@ -15,8 +15,6 @@ using at::Tensor;
 
 namespace {
 
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 const ConvEngine& engine_of(const Tensor& tensor) {
   return *find_engine(tensor.is_cuda() ? "cuda" : "cpu");  // registered with the operators
 }
