@@ -17,10 +17,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import patchconv_native as pc
 from bench import gpu_measure, measure, report, report_tune, tune, tune_rules
 from bench.tune_rules import Box, Point, boxes, derive
 from patchconv_native import _C, conv_rules
 
+needs_kernels = pytest.mark.skipif(not pc.build_info()["cuda"], reason="this build has no CUDA kernels")
 SMALL, LARGE = 100_352, 2**20
 ARCH = 70  # of no GPU that this package is built for
 
@@ -138,6 +140,7 @@ def test_the_grid() -> None:
     assert all(max(s.images * s.side**2 for s in shapes if s.sources == c) >= tune_rules.FULL for c in tune.CHANNELS)
 
 
+@needs_kernels
 def test_points_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU the project's kernel never runs, and no point is a win; where it is said to, both sides are timed."""
     shapes = tune.grid("tiny")[::7]
@@ -153,6 +156,7 @@ def test_points_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert len(capsys.readouterr().out.splitlines()) == 2 * len(shapes)
 
 
+@needs_kernels
 @pytest.mark.parametrize("pass_", tune.PASSES)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_point_is_the_pass_that_it_names(pass_: str, stride: int) -> None:
@@ -174,6 +178,7 @@ def test_what_there_was_no_time_for_is_said() -> None:
     assert derive(tune.points_of(shapes, rows)) == []
 
 
+@needs_kernels
 def test_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = tune.grid("tiny")[0]
     for wrong, ratio in (({"auto": "OOM"}, math.inf), ({"native": "OOM"}, 0.0), ({"auto": "x"}, 0.0)):
