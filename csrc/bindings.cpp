@@ -17,6 +17,7 @@
 #include "core/build_facts.h"
 #include "core/conv_rules.h"
 #include "core/settings.h"
+#include "memory/census.h"
 #include "ops/conv_rooms.h"
 #include "ops/explain.h"
 
@@ -184,6 +185,34 @@ at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& w
                               input, weight, bias);
 }
 
+// Events of a census: a list of numbers for each field, and the operators' names.
+py::dict census_events(patchconv::Census& census) {
+  const patchconv::CensusEvents events = census.events();
+  py::dict d;
+  d["kind"] = events.kind;
+  d["time"] = events.time;
+  d["bytes"] = events.bytes;
+  d["id"] = events.id;
+  d["op"] = events.op;
+  d["names"] = events.names;
+  return d;
+}
+
+void bind_census(py::module& m) {
+  using patchconv::Census;
+  py::class_<Census, std::shared_ptr<Census>>(m, "Census", "Every allocation of one step, between marks.")
+      .def(py::init([](const std::string& device, bool count) {
+             return Census::start(c10::Device(device), count);
+           }),
+           py::arg("device"), py::arg("count"))
+      .def("stop", &Census::stop)
+      .def("enter", &Census::enter)
+      .def("leave", &Census::leave)
+      .def("memory", &Census::memory, py::arg("block"), py::arg("bytes"))
+      .def("operator_name", &Census::operator_name)
+      .def("events", &census_events);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -227,4 +256,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("transposed"), py::arg("padding_mode"), py::arg("splits"), py::arg("input_stride"),
         py::arg("weight_stride"), py::arg("dtype"), py::arg("weight_dtype"), py::arg("device"),
         py::arg("pass_"), "How a convolution of these sizes would be computed.");
+  bind_census(m);
 }

@@ -1,6 +1,7 @@
 #include "core/settings.h"
 
 #include "core/build_facts.h"
+#include "core/workspace.h"
 
 #include <atomic>
 #include <mutex>
@@ -14,6 +15,7 @@ std::atomic<int64_t> g_workspace_limit{kDefaultWorkspaceLimit};
 std::atomic<Backend> g_backend{Backend::kAuto};
 
 thread_local std::optional<Backend> t_backend;
+thread_local std::optional<int64_t> t_workspace_limit;
 
 std::atomic<bool> g_recompute{true};
 
@@ -23,7 +25,12 @@ std::vector<std::vector<PathRecord>> g_path_logs;  // one a start that has not b
 
 }  // namespace
 
-int64_t workspace_limit() { return g_workspace_limit.load(std::memory_order_relaxed); }
+int64_t workspace_limit() {
+  return t_workspace_limit ? *t_workspace_limit : g_workspace_limit.load(std::memory_order_relaxed);
+}
+
+WorkspaceGuard::WorkspaceGuard(int64_t bytes) : before_(t_workspace_limit) { t_workspace_limit = bytes; }
+WorkspaceGuard::~WorkspaceGuard() { t_workspace_limit = before_; }
 
 void set_workspace_limit(int64_t bytes) {
   if (bytes < 1) {

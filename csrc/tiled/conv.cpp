@@ -11,6 +11,7 @@
 
 #include "ops/activation.h"
 #include "tiled/passes.h"
+#include "tiled/retry.h"
 
 namespace patchconv {
 
@@ -106,32 +107,29 @@ Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const Tensor
   const BelowAutograd guard;
   const Lift lift{input.dim() == spec.dims + 2, spec.dims == 1};
   const Tensor batched = lift.batched ? input : input.unsqueeze(0);
-  const ConvProblem problem = make_problem(params, batched.sizes(), weight.sizes());
-  return lift.undo(compute_grid(engine, problem, spec.transposed ? ConvPass::kBig : ConvPass::kSmall,
-                                lift(input), lift.weight(weight), bias));
+  Tensor result;
+  with_more_tiles(make_problem(params, batched.sizes(), weight.sizes()), [&](const ConvProblem& problem) {
+    result = compute_grid(engine, problem, spec.transposed ? ConvPass::kBig : ConvPass::kSmall, lift(input),
+                          lift.weight(weight), bias);
+  });
+  return lift.undo(result);
 }
 
-ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Tensor& grad_output,
-                        const OptionalTensor& input, const OptionalTensor& weight,
-                        c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
-                        std::array<bool, 3> output_mask, const Tensor& bits) {
-  ConvParams params = check_params(spec, spec.backward_name());
-  check_backward_tensors(params, grad_output, input, weight, input_size, weight_size, output_mask);
-  params.op = spec.name();
-  const BelowAutograd guard;
-  const Lift lift{grad_output.dim() == spec.dims + 2, spec.dims == 1};
-  auto batched_size = C10_AS_INTARRAYREF_SLOW(input_size).vec();
-  if (!lift.batched) batched_size.insert(batched_size.begin(), 1);
-  const auto weight_sizes = C10_AS_INTARRAYREF_SLOW(weight_size).vec();
-  const ConvProblem problem = make_problem(params, batched_size, weight_sizes);
+namespace {
 
+ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvParams& params,
+                    const ConvProblem& problem, const Lift& lift, const Tensor& grad_output,
+                    const OptionalTensor& input, const OptionalTensor& weight,
+                    std::array<bool, 3> output_mask, const Tensor& bits) {
   const Tensor grad = lift(grad_output);
   const Tensor in = input.has_value() && input->defined() ? lift(*input) : Tensor();
   const Tensor w = weight.has_value() && weight->defined() ? lift.weight(*weight) : Tensor();
   const ConvPass input_pass = spec.transposed ? ConvPass::kSmall : ConvPass::kBig;
   const Tensor& big = spec.transposed ? grad : in;
   const Tensor& small = spec.transposed ? in : grad;
-  const bool empty = grad.numel() == 0 || c10::multiply_integers(batched_size) == 0;
+  const auto input_sizes =
+      spec.transposed ? problem.small_sizes(problem.batch) : problem.big_sizes(problem.batch);
+  const bool empty = grad.numel() == 0 || c10::multiply_integers(input_sizes) == 0;
 
   const auto own = [&](bool wanted, ConvPass pass, const TensorFacts& facts) {
     return wanted && !empty && engine.own_kernel(problem, pass, facts.dtype, facts.format);
@@ -141,8 +139,8 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   const bool own_input = own(output_mask[0], input_pass, tensor_facts(problem, grad, w));
   if (bits.defined() &&
       (!(own_input || own_weight) || (output_mask[0] && !own_input) || (output_mask[1] && !own_weight))) {
-    return conv_backward(engine, spec, without(grad_output, bits), input, weight, input_size, weight_size,
-                         output_mask);
+    return gradients(engine, spec, params, problem, lift, without(grad_output, bits), input, weight,
+                     output_mask, Tensor());
   }
 
   // The gradients that one stock call computes within the limit. It wants all tensors.
@@ -202,6 +200,27 @@ ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Te
   }
   if (output_mask[1]) grad_weight = grad_weight.contiguous(weight_format(weight));
   return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const Tensor& grad_output,
+                        const OptionalTensor& input, const OptionalTensor& weight,
+                        c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
+                        std::array<bool, 3> output_mask, const Tensor& bits) {
+  ConvParams params = check_params(spec, spec.backward_name());
+  check_backward_tensors(params, grad_output, input, weight, input_size, weight_size, output_mask);
+  params.op = spec.name();
+  const BelowAutograd guard;
+  const Lift lift{grad_output.dim() == spec.dims + 2, spec.dims == 1};
+  auto batched_size = C10_AS_INTARRAYREF_SLOW(input_size).vec();
+  if (!lift.batched) batched_size.insert(batched_size.begin(), 1);
+  const auto weight_sizes = C10_AS_INTARRAYREF_SLOW(weight_size).vec();
+  ConvGrads grads;
+  with_more_tiles(make_problem(params, batched_size, weight_sizes), [&](const ConvProblem& problem) {
+    grads = gradients(engine, spec, params, problem, lift, grad_output, input, weight, output_mask, bits);
+  });
+  return grads;
 }
 
 }  // namespace patchconv

@@ -1,0 +1,21 @@
+// Another workspace limit for one thread, until the guard dies: how a call that ran out of memory tries
+// again.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace patchconv {
+
+class WorkspaceGuard {
+ public:
+  explicit WorkspaceGuard(int64_t bytes);
+  ~WorkspaceGuard();
+  WorkspaceGuard(const WorkspaceGuard&) = delete;
+  WorkspaceGuard& operator=(const WorkspaceGuard&) = delete;
+
+ private:
+  std::optional<int64_t> before_;
+};
+
+}  // namespace patchconv

@@ -1,0 +1,166 @@
+#include "memory/census.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+namespace patchconv {
+
+namespace {
+
+using torch::profiler::impl::ProfilerConfig;
+using torch::profiler::impl::ProfilerState;
+
+// torch hands plain functions to every operator's begin and end: the running census is found here.
+std::mutex g_mutex;
+std::shared_ptr<Census> g_census;
+std::atomic<uint64_t> g_runs{0};
+
+std::shared_ptr<Census> running() {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  return g_census;
+}
+
+// The operators at work on a thread. enter() starts a new count: a module's forward pass that runs inside of
+// a backward node has operators of its own.
+struct Working {
+  uint64_t run = 0;
+  int64_t depth = 0;
+  int64_t outermost = 0;
+  std::vector<std::pair<int64_t, int64_t>> outside;
+};
+
+Working& working() {
+  thread_local Working here;
+  const uint64_t run = g_runs.load(std::memory_order_relaxed);
+  if (here.run != run) here = Working{run, 0, 0, {}};
+  return here;
+}
+
+int64_t nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+ProfilerConfig profiler_config(bool count) {
+  // "Disabled" tells whoever asks for torch's own profiler that it is not running.
+  return ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/!count);
+}
+
+}  // namespace
+
+Census::Census(c10::Device device, bool count)
+    : ProfilerStateBase(profiler_config(count)), device_(device), count_(count) {
+  events_.names.emplace_back();
+}
+
+std::shared_ptr<Census> Census::start(c10::Device device, bool count) {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  if (g_census) throw std::runtime_error("a memory trace is running already: one at a time");
+  if (c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr) {
+    throw std::runtime_error(
+        "torch.profiler is running on this thread: a memory trace cannot run inside of it");
+  }
+  std::shared_ptr<Census> census(new Census(device, count));
+  g_census = census;
+  g_runs.fetch_add(1, std::memory_order_relaxed);
+  census->began_ = count ? 0 : nanoseconds();
+  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, census);
+  census->setCallbackHandle(at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&Census::begin, &Census::end)
+          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION})));
+  return census;
+}
+
+void Census::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(g_mutex);
+    if (g_census.get() != this) return;
+    g_census.reset();
+  }
+  removeCallback();
+  c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::PROFILER_STATE);
+}
+
+std::unique_ptr<at::ObserverContext> Census::begin(const at::RecordFunction& function) {
+  const auto census = running();
+  if (!census) return nullptr;
+  Working& here = working();
+  const bool node = function.scope() == at::RecordScope::BACKWARD_FUNCTION;
+  if (here.depth++ == 0 || node) {
+    const std::lock_guard<std::mutex> lock(census->mutex_);
+    here.outermost = census->number(function.name());
+    if (census->count_) census->began_++;
+  }
+  if (node) census->add(CensusKind::kNode, function.seqNr(), 0);
+  return nullptr;
+}
+
+void Census::end(const at::RecordFunction&, at::ObserverContext*) {
+  Working& here = working();
+  if (here.depth > 0 && --here.depth == 0) here.outermost = 0;
+}
+
+int64_t Census::number(const char* name) {
+  constexpr const char* kEngine = "autograd::engine::evaluate_function: ";
+  if (std::strncmp(name, kEngine, std::strlen(kEngine)) == 0) name += std::strlen(kEngine);
+  const auto [place, fresh] = numbers_.emplace(name, static_cast<int64_t>(events_.names.size()));
+  if (fresh) events_.names.emplace_back(name);
+  return place->second;
+}
+
+void Census::add(CensusKind kind, int64_t bytes, int64_t id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  events_.kind.push_back(static_cast<int64_t>(kind));
+  events_.time.push_back(count_ ? began_ : nanoseconds() - began_);
+  events_.bytes.push_back(bytes);
+  events_.id.push_back(id);
+  events_.op.push_back(working().outermost);
+}
+
+void Census::enter(int64_t id) {
+  add(CensusKind::kEnter, static_cast<int64_t>(at::sequence_number::peek()), id);
+  Working& here = working();
+  here.outside.emplace_back(here.depth, here.outermost);
+  here.depth = here.outermost = 0;
+}
+
+void Census::leave(int64_t id) {
+  Working& here = working();
+  if (!here.outside.empty()) {
+    std::tie(here.depth, here.outermost) = here.outside.back();
+    here.outside.pop_back();
+  }
+  add(CensusKind::kLeave, static_cast<int64_t>(at::sequence_number::peek()), id);
+}
+
+void Census::memory(int64_t block, int64_t bytes) { add(CensusKind::kMemory, bytes, block); }
+
+std::string Census::operator_name() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return events_.names[working().outermost];
+}
+
+CensusEvents Census::events() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return events_;
+}
+
+void Census::reportMemoryUsage(void* block, int64_t bytes, size_t /*total*/, size_t /*reserved*/,
+                               c10::Device device) {
+  if (device.type() != device_.type() || (device.has_index() && device_.has_index() && device != device_))
+    return;
+  add(CensusKind::kMemory, bytes, static_cast<int64_t>(reinterpret_cast<uintptr_t>(block)));
+}
+
+void Census::reportOutOfMemory(int64_t bytes, size_t /*total*/, size_t /*reserved*/, c10::Device device) {
+  if (device.type() == device_.type()) add(CensusKind::kRefused, bytes, 0);
+}
+
+}  // namespace patchconv
