@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["BuildMismatchError", "NotBuiltError", "build_info", "load", "plain_eager"]
 
@@ -126,7 +127,8 @@ def _rebuild_command() -> str:
     )
 
 
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+# A fake tensor is computed as the tensor that it stands for: predictions of memory rest on that.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 
 def plain_eager(*tensors: Any) -> bool:

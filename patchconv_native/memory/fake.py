@@ -1,0 +1,114 @@
+"""A step that computes nothing: fake tensors in the place of the model's, and the memory that they would take.
+
+Shapes, dtypes and autograd's graph are those of a real step; a storage counts from its making to its end. What an
+operator would take besides its results cannot be seen that way and is estimated: convolutions by the same plans that
+choose tiles (`explain`), other operators as taking nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils import stateless
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .sizes import storage, tensors
+from .workspace import workspace
+
+
+class Storages(TorchDispatchMode):
+    """Tells a census of every storage that an operator makes, of its end, and of workspaces in between."""
+
+    def __init__(self, census: Any, device: torch.device) -> None:
+        super().__init__()
+        self._census, self._device = census, device
+        self._known: set[int] = set()
+        self._blocks = itertools.count(1)
+
+    def there_before(self, values: Any) -> None:
+        for tensor in tensors(values):
+            if (memory := storage(tensor)) is not None:
+                self._known.add(memory._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.there_before_if_real(args)
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            self._count(tensor)
+        extra = workspace(func, args, kwargs, result, self._device.type)
+        if extra:
+            block = next(self._blocks)
+            self._census.memory(block, extra)
+            self._census.memory(block, -extra)
+        return result
+
+    def there_before_if_real(self, values: Any) -> None:
+        """A real tensor that code brings along (a constant of the module's) was there before."""
+        for tensor in tensors(values):
+            if not isinstance(tensor, FakeTensor):
+                self.there_before(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type:
+            return
+        memory = storage(tensor)
+        if memory is None or memory._cdata in self._known:
+            return
+        key, size, block = memory._cdata, memory.nbytes(), next(self._blocks)
+        self._known.add(key)
+        if size:
+            self._census.memory(block, size)
+        weakref.finalize(memory, self._ended, key, block, size).atexit = False
+
+    def _ended(self, key: int, block: int, size: int) -> None:
+        self._known.discard(key)
+        if size:
+            self._census.memory(block, -size)
+
+
+def fake_device(device: torch.device) -> torch.device:
+    """Where fake tensors are said to be: a GPU's backward pass needs a GPU, also where nothing is computed."""
+    return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple[FakeTensorMode, Any]]:
+    """Inside the block the model's parameters and buffers are fake, on `device`. Gives the mode and `values` with
+    fake tensors in the place of real ones. Afterwards the model is as it was; none of its tensors is touched.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
+            with mode:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            made = mode.from_tensor(tensor)
+            if made.device.type != device.type:
+                with mode, torch.no_grad():
+                    made = made.to(device)
+        made = made.detach().requires_grad_(tensor.requires_grad)
+        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    made: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = fake(tensor)
+        return made[id(tensor)]
+
+    named = itertools.chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    state = {name: once(tensor) for name, tensor in named}
+    given = torch.utils._pytree.tree_map_only(Tensor, once, values)
+    with stateless._reparametrize_module(model, state):
+        yield mode, given

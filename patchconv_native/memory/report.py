@@ -1,0 +1,2 @@
+class MemoryReport:
+    def __init__(self, trace): self.trace = trace

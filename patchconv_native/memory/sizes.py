@@ -1,0 +1,51 @@
+"""Bytes of tensors: every storage once, whatever looks at it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a structure of mappings, sequences and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, Mapping):
+        yield from tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors(list(vars(value).values()))
+
+
+def storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Its storage; None of what has none of its own (sparse tensors, some subclasses)."""
+    try:
+        found = tensor.untyped_storage()
+        found.nbytes()
+        return found
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storages(values: Iterable[Tensor]) -> dict[int, int]:
+    """Address of every storage, and its bytes."""
+    found = {}
+    for tensor in values:
+        memory = storage(tensor)
+        if memory is not None:
+            found[memory._cdata] = memory.nbytes()
+    return found
+
+
+def total(values: Iterable[Tensor], known: set[int] | None = None) -> int:
+    """Bytes of all storages; those in `known` do not count, and the rest is added to it."""
+    known = set() if known is None else known
+    new = {key: size for key, size in storages(values).items() if key not in known}
+    known.update(new)
+    return sum(new.values())

@@ -1,0 +1,368 @@
+"""One step of a model, measured: what every module allocates, holds and saves, and where the peak is.
+
+A census in the library (csrc/memory) hears of every allocation on the CPU or a GPU, with the operator that asked for
+it, workspaces included; hooks mark when modules begin and end. Nothing is put into autograd's graph: in backward a
+node belongs to the module that made it. With fake tensors nothing is computed or allocated, and storages are counted
+instead (`fake`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+from .. import _library
+from . import fake as fakes
+from .records import ModuleFacts, Trace
+from .report import MemoryReport
+from .sizes import storage, storages, tensors, total
+from .timeline import STEP, timeline
+
+_C = _library.load()
+
+Loss = Callable[[Any], Tensor]
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def sum_of(output: Any) -> Tensor:
+    """The loss where none is given: the sum of all that has a gradient in what the model returned."""
+    parts = [t.sum() for t in tensors(output) if t.requires_grad]
+    if not parts:
+        raise ValueError("memory.trace: expected an output that requires a gradient, or train=False; got none")
+    return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts]).sum()
+
+
+class _Saved:
+    """What autograd saves, while it is saved, and by whom."""
+
+    def __init__(self, census: Any, at_work: Callable[[], int | None]) -> None:
+        self._census, self._at_work = census, at_work
+        self._kept: list[tuple[weakref.ref[_Kept], int | None, str]] = []
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        holder = _Kept(tensor.detach())
+        self._kept.append((weakref.ref(holder), self._at_work(), self._census.operator_name()))
+        return holder
+
+    def count(self, without: set[int]) -> list[tuple[int | None, str, int]]:
+        """Module, operator and bytes of every storage that is saved now, each once."""
+        seen, rows = set(without), []
+        for reference, module, operator in self._kept:
+            if (holder := reference()) is None or (memory := storage(holder.tensor)) is None:
+                continue
+            if memory._cdata not in seen:
+                seen.add(memory._cdata)
+                rows.append((module, operator, memory.nbytes()))
+        return rows
+
+
+class _Kept:
+    """What the hook gives to a node: as long as it lives, the node keeps the tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Marks:
+    """Module hooks of this thread, which tell the census who is at work. They are global: the model keeps its own."""
+
+    def __init__(self, census: Any, modules: dict[nn.Module, int]) -> None:
+        self._census, self._modules = census, modules
+        self._thread = threading.get_ident()
+        self.open: list[int] = []
+
+    def at_work(self) -> int | None:
+        return self.open[-1] if self.open else None
+
+    def __enter__(self) -> _Marks:
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        self._handles = before, after
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _mine(self, module: nn.Module) -> int | None:
+        # Backward of a GPU runs on threads of autograd's own, and what is run again there has no order with us.
+        return self._modules.get(module) if threading.get_ident() == self._thread else None
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        if (number := self._mine(module)) is not None:
+            self.open.append(number)
+            self._census.enter(number)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if (number := self._mine(module)) is not None and number in self.open:
+            while self.open.pop() != number:
+                pass
+            self._census.leave(number)
+
+
+def trace(
+    model: nn.Module,
+    *inputs: Any,
+    kwargs: dict[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    amp: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    fake: bool = False,
+    train: bool = True,
+    snapshot: str | Path | None = None,
+) -> MemoryReport:
+    """Runs one step of `model(*inputs, **kwargs)` and tells where its memory goes.
+
+    A step is the forward pass, `loss(output)` (by default the sum of the outputs), its backward pass and, if an
+    optimizer is given (one over the model's parameters, or a function that makes one of them), its step. train=False:
+    the forward pass alone, without gradients. amp: the dtype of autocast. The model's train or eval mode stays as it
+    is. Afterwards parameters, buffers, gradients, the optimizer's state and random states are what they were.
+
+    fake: nothing is computed and no memory is taken, at any size: inputs may be tensors made under a FakeTensorMode, or
+    on the meta device. device: whose memory is counted, by default the model's; with fake it may be another than the
+    model's. Without a GPU, a fake step "on" cuda counts the operators that the CPU would run, with the GPU's
+    workspaces.
+
+    The memory counted is what torch's allocators give out for one device, not what libraries take besides (cuBLAS,
+    the CUDA context). An error in the step is raised as it is, with the report up to there as `error.memory_report`.
+    snapshot: on CUDA, the file for torch's own snapshot of the allocator (torch.cuda.memory). Raises TypeError and
+    ValueError for bad arguments, RuntimeError inside of torch.profiler.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory.trace: expected model to be a torch.nn.Module, got {type(model).__name__}")
+    if amp is not None and not isinstance(amp, torch.dtype):
+        raise TypeError(f"memory.trace: expected amp to be a dtype such as torch.bfloat16, got {amp!r}")
+    own = next((t.device for t in (*model.parameters(), *model.buffers(), *tensors(inputs))), torch.device("cpu"))
+    where = own if device is None else torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory.trace: expected device to be a CPU or a CUDA device, got {where}")
+    if not fake and where.type != own.type:
+        raise ValueError(f"memory.trace: expected device to be the model's, {own.type}, or fake=True, got {where.type}")
+    if snapshot is not None and (fake or where.type != "cuda"):
+        raise ValueError("memory.trace: expected snapshot only for a real step on CUDA, got one for another")
+    step = _Step(model, inputs, kwargs or {}, loss or sum_of, optimizer, amp, where, fake, train)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_allocator_history(snapshot))
+        if not fake:
+            stack.enter_context(_as_it_was(model, optimizer, where))
+            return step.run(model, (inputs, kwargs or {}))
+        mode, given = stack.enter_context(fakes.faked(model, (inputs, kwargs or {}), fakes.fake_device(where)))
+        with mode:
+            return step.run(model, given)
+
+
+class _Step:
+    """One run, and what becomes its report."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any], loss: Loss,
+        optimizer: OptimizerLike | None, amp: torch.dtype | None, device: torch.device, fake: bool, train: bool,
+    ) -> None:  # fmt: skip
+        self.loss, self.optimizer, self.amp = loss, optimizer, amp
+        self.device, self.fake, self.train = device, fake, train
+        self.at = fakes.fake_device(device) if fake else device
+        self.names = [name for name, _ in model.named_modules()]
+        self.modules = {module: i for i, (_, module) in enumerate(model.named_modules())}
+        self.saved: list[tuple[int | None, str, int]] = []
+        self.made: torch.optim.Optimizer | None = None
+
+    def run(self, model: nn.Module, given: Any) -> MemoryReport:
+        inputs, kwargs = given
+        for parameter in model.parameters():
+            if self.fake:
+                parameter.grad = None
+        static = self.sizes(model, inputs, kwargs)
+        own = set(storages([*model.parameters(), *model.buffers()]))
+        gc.collect()  # what a cycle holds would otherwise be freed, uncounted, in the middle
+        if self.device.type == "cuda" and not self.fake:
+            static["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(static.values()))
+        census = _C.Census(str(self.at), self.fake)
+        error: BaseException | None = None
+        try:
+            self.work(model, inputs, kwargs, census, own)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            census.stop()
+            report = self.report(model, inputs, kwargs, census.events(), static, error)
+            if error is not None:
+                error.memory_report = report  # type: ignore[attr-defined]
+        return report
+
+    def work(self, model: nn.Module, inputs: Any, kwargs: Any, census: Any, own: set[int]) -> None:
+        with contextlib.ExitStack() as stack:
+            marks = stack.enter_context(_Marks(census, self.modules))
+            saved = _Saved(census, marks.at_work)
+            if self.fake:
+                counted = fakes.Storages(census, self.at)
+                counted.there_before([list(model.parameters()), list(model.buffers()), inputs, kwargs])
+                stack.enter_context(counted)
+            amp = torch.autocast(self.at.type, dtype=self.amp, enabled=self.amp is not None)
+            with self.phase(census, "forward"), torch.set_grad_enabled(self.train):
+                with amp, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
+                    output = model(*inputs, **kwargs)
+                    if not self.train:
+                        return
+                    value = self.loss(output)
+                del output
+                self.saved = saved.count(own)
+            with self.phase(census, "backward"):
+                value.backward()
+                del value
+            if self.optimizer is not None:
+                with self.phase(census, "optimizer"):
+                    if isinstance(self.optimizer, torch.optim.Optimizer):
+                        self.made = self.optimizer
+                    else:
+                        self.made = self.optimizer([p for p in model.parameters() if p.requires_grad])
+                    self.made.step()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def phase(census: Any, name: str) -> Iterator[None]:
+        census.enter(STEP[name])
+        try:
+            yield
+        finally:
+            census.leave(STEP[name])
+
+    def sizes(self, model: nn.Module, inputs: Any, kwargs: Any) -> dict[str, int]:
+        """Bytes on the device, each storage in the first that has it."""
+        known: set[int] = set()
+        parameters = list(model.parameters())
+        made = self.made or (self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None)
+        kinds: dict[str, Any] = {
+            "parameters": parameters,
+            "buffers": list(model.buffers()),
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [] if made is None else [dict(made.state[p]) for p in parameters if p in made.state],
+            "inputs": [inputs, kwargs],
+        }
+        return {
+            kind: total((t for t in tensors(values) if t.device.type == self.at.type), known)
+            for kind, values in kinds.items()
+        }
+
+    def report(
+        self, model: nn.Module, inputs: Any, kwargs: Any, events: Any, static: dict[str, int],
+        error: BaseException | None,
+    ) -> MemoryReport:  # fmt: skip
+        found = timeline(events, sum(static.values()), self.names, 1.0 if self.fake else 1e-9, static)
+        notes = []
+        if self.fake:
+            notes.append("A prediction with fake tensors: only convolutions' workspaces are estimated, the others' are 0.")
+            if self.at.type != self.device.type:
+                notes.append(f"No GPU here: the operators are those of the {self.at.type}.")
+        elif self.device.type == "cuda":
+            notes.append("Times are the host's, which runs ahead of the GPU.")
+        message = None
+        if error is not None:
+            message = f"{type(error).__name__}: {error}"
+            if found.refused is not None:
+                notes.append(f"{found.refused[0]} bytes were refused to {found.refused[1]} in {found.refused[2]!r}")
+        return MemoryReport(
+            Trace(
+                title=type(model).__name__,
+                device=str(self.device),
+                fake=self.fake,
+                clock="operators" if self.fake else "seconds",
+                amp=None if self.amp is None else str(self.amp).removeprefix("torch."),
+                static=static,
+                after=self.sizes(model, inputs, kwargs),
+                phases=found.phases,
+                modules=self.facts(model, found.stretches),
+                curve=found.curve,
+                peak=found.peak,
+                saved=sum(size for _, _, size in self.saved),
+                duration=found.duration,
+                notes=notes,
+                error=message,
+            )
+        )
+
+    def facts(self, model: nn.Module, stretches: dict[int, Any]) -> list[ModuleFacts]:
+        state = self.made.state if self.made is not None else {}
+        rows = []
+        for name, module in model.named_modules():
+            parameters = list(module.parameters())
+            rows.append(
+                ModuleFacts(
+                    name=name,
+                    type=type(module).__name__,
+                    parameters=total(parameters),
+                    buffers=total(module.buffers()),
+                    gradients=total(p.grad for p in parameters if p.grad is not None),
+                    optimizer=total(tensors([dict(state[p]) for p in parameters if p in state])),
+                    stretches=stretches.get(self.modules[module], []),
+                )
+            )
+        by_name = {row.name: row for row in rows}
+        for number, operator, size in self.saved:
+            if number is None:
+                continue
+            name = self.names[number]
+            by_name[name].own_saved += size
+            while True:
+                row = by_name[name]
+                row.saved += size
+                row.saved_by[operator] = row.saved_by.get(operator, 0) + size
+                if not name:
+                    break
+                name = name.rpartition(".")[0]
+        return rows
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[None]:
+    """Puts back what a step changes. Copies are made on the CPU, before anything is counted."""
+    moved = list(model.parameters()) if optimizer is not None else []
+    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    copies = [(t, t.detach().to("cpu", copy=True)) for t in (*moved, *(b for _, _, b in buffers))]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    given = isinstance(optimizer, torch.optim.Optimizer)
+    state = {p: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in s.items()}
+             for p, s in optimizer.state.items()} if given else {}  # fmt: skip
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+        with torch.no_grad():
+            for tensor, copy in copies:
+                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                    tensor.copy_(copy)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if given:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+
+@contextlib.contextmanager
+def _allocator_history(path: str | Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,202 @@
+"""What an operator takes for itself while it runs, besides its results: an estimate for fake tensors, in bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+
+_C = _library.load()
+_aten = torch.ops.aten
+
+
+def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Of one call, by its operator and fake arguments; 0 where nothing is known."""
+    rule = _rules().get(func)
+    return 0 if rule is None else rule(args, kwargs, result, device)
+
+
+@functools.lru_cache
+def _rules() -> dict[Any, Callable[..., int]]:
+    rules: dict[Any, Callable[..., int]] = {
+        _aten.convolution.default: _stock_forward,
+        _aten.convolution_backward.default: _stock_backward,
+        _aten.native_batch_norm_backward.default: _batch_norm_backward,
+        torch.ops.patchconv._batch_norm_backward.default: _own_batch_norm_backward,
+    }
+    for dims in (1, 2, 3):
+        for transposed in ("", "_transpose"):
+            name = f"conv{transposed}{dims}d"
+            own = functools.partial(_own_forward, bool(transposed))
+            rules[getattr(torch.ops.patchconv, name).default] = own
+            rules[getattr(torch.ops.patchconv, f"{name}_backward").default] = functools.partial(
+                _own_backward, bool(transposed)
+            )
+    rules[torch.ops.patchconv._conv2d_fused.default] = functools.partial(_own_forward, False)
+    return rules
+
+
+def _plan(
+    size: tuple[int, ...], strides: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, device: str,
+    stride: Any, padding: Any, dilation: Any, groups: int, pass_: str,
+    output_padding: Any = None, transposed: bool = False, padding_mode: str = "zeros", splits: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Of a convolution on an input of `size`, as `explain` has it."""
+    dims = len(weight) - 2
+
+    def entries(value: Any) -> list[int]:
+        value = [value] if isinstance(value, int) else list(value)
+        return value * dims if len(value) == 1 else value
+
+    name = str(dtype).removeprefix("torch.")
+    return _C.plan(
+        input=list(size), weight=list(weight), stride=entries(stride), padding=entries(padding),
+        output_padding=entries(output_padding or 0), dilation=entries(dilation), groups=groups, transposed=transposed,
+        padding_mode=padding_mode, splits=None if splits is None else list(splits), input_stride=list(strides),
+        weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
+    )  # fmt: skip
+
+
+def _bytes(shape: Any, dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _stock(
+    device: str, stock: int, pass_: str, size: Any, out: Any, weight: Any, dtype: torch.dtype,
+    stride: Any, groups: int,
+) -> int:  # fmt: skip
+    """Of one pass of a stock call. `stock` is the plan's bound; where it says that oneDNN computes, on the CPU, this is
+    what was seen to be allocated (torch 2.14, bench/article.py measures it anew): NCHW tensors are reordered into copies,
+    of which not all are alive at once, and the weight always is. Few channels are read as they are.
+    """
+    given, made, weights = (_bytes(shape, dtype) for shape in (size, out, weight))
+    if device != "cpu" or stock not in (0, given + made):
+        return stock
+    reordered = stock > 0
+    strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
+    read = given if weight[1] > 3 else 0
+    if pass_ == "fprop":
+        return weights + (max(read, made) if reordered else 0)
+    if pass_ == "dgrad":
+        return weights + ((2 * max(given, made // 2) if strided else max(given, made)) if reordered else 0)
+    return max(read + made + weights, 2 * weights) - weights if reordered else 2 * weights
+
+
+def _pair(found: dict[str, int], weights: int) -> int:
+    """Of both gradients in one call: the input's is there while the weight's is made, whose copy is not yet."""
+    if len(found) < 2:
+        return next(iter(found.values()), 0)
+    return max(found["dgrad"] - weights, found["wgrad"])
+
+
+def _stock_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    input, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
+    found = _plan(
+        input.shape, input.stride(), weight.shape, input.dtype, device, stride, padding, dilation, groups, "fprop",
+        output_padding, transposed,
+    )  # fmt: skip
+    pass_ = "dgrad" if transposed else "fprop"
+    return _stock(
+        device, found["stock_workspace_bytes"], pass_, *_ordered(transposed, input.shape, result.shape),
+        weight.shape, input.dtype, stride, groups,
+    )  # fmt: skip
+
+
+def _ordered(transposed: bool, input: Any, output: Any) -> tuple[Any, Any]:
+    """The larger grid first: a transposed convolution is the input's gradient of another one."""
+    return (output, input) if transposed else (input, output)
+
+
+def _stock_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    grad, input, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    taken = {}
+    for pass_, wanted in zip(("dgrad", "wgrad"), mask[:2], strict=True):
+        if wanted:
+            found = _plan(
+                input.shape, input.stride(), weight.shape, grad.dtype, device, stride, padding, dilation, groups,
+                pass_, output_padding, transposed,
+            )  # fmt: skip
+            taken[pass_] = _stock(
+                device, found["stock_workspace_bytes"], _turned(pass_, transposed),
+                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups,
+            )  # fmt: skip
+    return _pair(taken, _bytes(weight.shape, weight.dtype))
+
+
+def _turned(pass_: str, transposed: bool) -> str:
+    return {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_) if transposed else pass_
+
+
+def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """The CPU's operator makes the input's gradient twice."""
+    return args[1].nbytes if device == "cpu" else 0
+
+
+def _own_batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    activation = args[8]
+    return args[1].nbytes * (2 if activation else 1) if device == "cpu" else 0
+
+
+def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
+_FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_BACKWARD = ("grad", "input", "weight", "input_size", "weight_size", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_BACKWARD = (*_BACKWARD[:7], "output_padding", "groups", "dilation")
+
+
+def _taken(found: dict[str, Any], device: str, pass_: str, *shapes: Any) -> int:
+    if found["path"] == "stock":
+        return _stock(device, found["stock_workspace_bytes"], pass_, *shapes)
+    return found["workspace_bytes"]
+
+
+def _own_forward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    a = _DEFAULTS | _given(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
+    input, weight = a["input"], a["weight"]
+    output = result[0] if isinstance(result, (tuple, list)) else result
+    found = _plan(
+        input.shape, input.stride(), weight.shape, input.dtype, device, a["stride"], a["padding"], a["dilation"],
+        a["groups"], "fprop", a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
+    )  # fmt: skip
+    return _taken(
+        found, device, _turned("fprop", transposed), *_ordered(transposed, input.shape, output.shape), weight.shape,
+        input.dtype, a["stride"], a["groups"],
+    )  # fmt: skip
+
+
+def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    a = _DEFAULTS | _given(_TRANSPOSED_BACKWARD if transposed else _BACKWARD, args, kwargs)
+    grad: Tensor = a["grad"]
+    input = a["input"]
+    size, weight = tuple(a["input_size"]), tuple(a["weight_size"])
+    strides = tuple(input.stride()) if input is not None else _like(grad, size)
+    taken = {}
+    for pass_, wanted in zip(("dgrad", "wgrad"), a["output_mask"][:2], strict=True):
+        if wanted:
+            found = _plan(
+                size, strides, weight, grad.dtype, device, a["stride"], a["padding"], a["dilation"], a["groups"],
+                pass_, a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
+            )  # fmt: skip
+            taken[pass_] = _taken(
+                found, device, _turned(pass_, transposed), *_ordered(transposed, size, grad.shape), weight,
+                grad.dtype, a["stride"], a["groups"],
+            )  # fmt: skip
+    return _pair(taken, _bytes(weight, grad.dtype))
+
+
+def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor of this size in the layout of `tensor`."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        made = torch.empty(size, device="meta", memory_format=torch.channels_last)
+        return made.stride()
+    return torch.empty(size, device="meta").stride()
