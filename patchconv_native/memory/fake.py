@@ -1,8 +1,7 @@
 """A step that computes nothing: fake tensors in the place of the model's, and the memory that they would take.
 
 Shapes, dtypes and autograd's graph are those of a real step; a storage counts from its making to its end. What an
-operator would take besides its results cannot be seen that way and is estimated: convolutions by the same plans that
-choose tiles (`explain`), other operators as taking nothing.
+operator would take besides its results cannot be seen that way and is estimated (`workspace`).
 """
 
 from __future__ import annotations
@@ -105,9 +104,7 @@ def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple
             made[id(tensor)] = fake(tensor)
         return made[id(tensor)]
 
-    named = itertools.chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
+    named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     state = {name: once(tensor) for name, tensor in named}
     given = torch.utils._pytree.tree_map_only(Tensor, once, values)
     with stateless._reparametrize_module(model, state):

@@ -1,2 +1,3 @@
 class MemoryReport:
-    def __init__(self, trace): self.trace = trace
+    def __init__(self, trace):
+        self.trace = trace

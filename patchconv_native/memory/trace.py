@@ -263,7 +263,7 @@ class _Step:
         found = timeline(events, sum(static.values()), self.names, 1.0 if self.fake else 1e-9, static)
         notes = []
         if self.fake:
-            notes.append("A prediction with fake tensors: only convolutions' workspaces are estimated, the others' are 0.")
+            notes.append("A prediction with fake tensors: workspaces of operators are estimates.")
             if self.at.type != self.device.type:
                 notes.append(f"No GPU here: the operators are those of the {self.at.type}.")
         elif self.device.type == "cuda":

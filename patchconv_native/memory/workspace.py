@@ -14,6 +14,7 @@ from .. import _library
 
 _C = _library.load()
 _aten = torch.ops.aten
+_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -28,6 +29,10 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.convolution.default: _stock_forward,
         _aten.convolution_backward.default: _stock_backward,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
+        _aten.native_layer_norm.default: _layer_norm,
+        _aten.native_layer_norm_backward.default: _layer_norm,
+        torch.ops.patchconv._layer_norm.default: _layer_norm,
+        torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
         torch.ops.patchconv._batch_norm_backward.default: _own_batch_norm_backward,
     }
     for dims in (1, 2, 3):
@@ -69,18 +74,20 @@ def _bytes(shape: Any, dtype: torch.dtype) -> int:
 
 def _stock(
     device: str, stock: int, pass_: str, size: Any, out: Any, weight: Any, dtype: torch.dtype,
-    stride: Any, groups: int,
+    stride: Any, groups: int, last: bool,
 ) -> int:  # fmt: skip
-    """Of one pass of a stock call. `stock` is the plan's bound; where it says that oneDNN computes, on the CPU, this is
-    what was seen to be allocated (torch 2.14, bench/article.py measures it anew): NCHW tensors are reordered into copies,
-    of which not all are alive at once, and the weight always is. Few channels are read as they are.
+    """Of one pass of a stock call. `stock` is the plan's bound; where it says that oneDNN computes on the CPU, this is
+    what was seen to be allocated (torch 2.14): NCHW tensors are reordered into copies, of which not all are alive at
+    once, and the weight always is. Few channels are read as they are.
     """
     given, made, weights = (_bytes(shape, dtype) for shape in (size, out, weight))
     if device != "cpu" or stock not in (0, given + made):
         return stock
-    reordered = stock > 0
+    if pass_ == "wgrad" and last and weight[1] == 1 and weight[0] == groups and max(weight[2:]) > 3:
+        return 257 * weights  # depthwise: sums in blocks of 16 x 16 channels
+    reordered = stock > 0 and not (last and _AVX512)
     strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
-    read = given if weight[1] > 3 else 0
+    read = given if weight[1] > 3 or groups > 1 else 0
     if pass_ == "fprop":
         return weights + (max(read, made) if reordered else 0)
     if pass_ == "dgrad":
@@ -104,8 +111,12 @@ def _stock_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, d
     pass_ = "dgrad" if transposed else "fprop"
     return _stock(
         device, found["stock_workspace_bytes"], pass_, *_ordered(transposed, input.shape, result.shape),
-        weight.shape, input.dtype, stride, groups,
+        weight.shape, input.dtype, stride, groups, _last(input),
     )  # fmt: skip
+
+
+def _last(tensor: Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _ordered(transposed: bool, input: Any, output: Any) -> tuple[Any, Any]:
@@ -124,7 +135,7 @@ def _stock_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, 
             )  # fmt: skip
             taken[pass_] = _stock(
                 device, found["stock_workspace_bytes"], _turned(pass_, transposed),
-                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups,
+                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups, _last(grad),
             )  # fmt: skip
     return _pair(taken, _bytes(weight.shape, weight.dtype))
 
@@ -136,6 +147,12 @@ def _turned(pass_: str, transposed: bool) -> str:
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """The CPU's operator makes the input's gradient twice."""
     return args[1].nbytes if device == "cpu" else 0
+
+
+def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Of either direction: a copy of an operand that is not contiguous."""
+    whole = [t for t in args if isinstance(t, Tensor) and t.dim() == args[0].dim() and t.numel() == args[0].numel()]
+    return sum(t.nbytes for t in whole if not t.is_contiguous())
 
 
 def _own_batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -170,7 +187,7 @@ def _own_forward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     )  # fmt: skip
     return _taken(
         found, device, _turned("fprop", transposed), *_ordered(transposed, input.shape, output.shape), weight.shape,
-        input.dtype, a["stride"], a["groups"],
+        input.dtype, a["stride"], a["groups"], _last(input),
     )  # fmt: skip
 
 
@@ -189,14 +206,14 @@ def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any
             )  # fmt: skip
             taken[pass_] = _taken(
                 found, device, _turned(pass_, transposed), *_ordered(transposed, size, grad.shape), weight,
-                grad.dtype, a["stride"], a["groups"],
+                grad.dtype, a["stride"], a["groups"], _last(grad),
             )  # fmt: skip
     return _pair(taken, _bytes(weight, grad.dtype))
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a tensor of this size in the layout of `tensor`."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+    if _last(tensor) and not tensor.is_contiguous():
         made = torch.empty(size, device="meta", memory_format=torch.channels_last)
         return made.stride()
     return torch.empty(size, device="meta").stride()
