@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as stock
 
@@ -34,15 +34,12 @@ def _statistics(module: nn.Module) -> list[Tensor]:
     return [buffer for name, buffer in module._buffers.items() if name in STATISTICS and buffer is not None]
 
 
-def _opaque(module: nn.Module) -> bool:
-    """Whether its code runs where no function mode sees it."""
+def _compiled(module: nn.Module) -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # which torch imports when it is needed
-    return isinstance(module, torch.jit.ScriptModule) or (
-        compiler is not None and isinstance(module, compiler.OptimizedModule)
-    )
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
     """Where a function takes running statistics: (position, name) of each such argument."""
     if func in (F.batch_norm, F.instance_norm):
@@ -77,7 +74,8 @@ class _Running(threading.local):
 
 _running = _Running()
 _lock = threading.Lock()
-_hooked: list[Any] = [0, None]  # how many recomputations are under way on all threads, and the handle of their hook
+_hooks: list[Any] = []
+_under_way = 0  # on all threads
 
 
 def _meet(module: nn.Module, args: Any) -> None:
@@ -86,14 +84,21 @@ def _meet(module: nn.Module, args: Any) -> None:
         _running.stack[-1].meet(module)
 
 
+def _leave(module: nn.Module, args: Any, result: Any) -> None:
+    if not torch.compiler.is_compiling() and _running.stack:
+        _running.stack[-1].leave(module)
+
+
 def _hook(more: int) -> None:
+    """Torch's hooks on all modules, which are there while there are recomputations."""
+    global _under_way
     with _lock:
-        _hooked[0] += more
-        if _hooked[0] and _hooked[1] is None:
-            _hooked[1] = register_module_forward_pre_hook(_meet)
-        elif not _hooked[0] and _hooked[1] is not None:
-            _hooked[1].remove()
-            _hooked[1] = None
+        _under_way += more
+        if _under_way and not _hooks:
+            _hooks.append(register_module_forward_pre_hook(_meet))
+            _hooks.append(register_module_forward_hook(_leave, always_call=True))
+        while _hooks and not _under_way:
+            _hooks.pop().remove()
 
 
 class _Again(TorchFunctionMode):
@@ -101,7 +106,8 @@ class _Again(TorchFunctionMode):
 
     The statistics of modules are known by identity, from `_meet`, those given to functional norms by their argument.
     The originals are not touched and stay where they are, so nothing is to be put back, whatever ends the run. What a
-    function mode cannot see into (TorchScript, compiled modules) has its statistics written back at the end.
+    function mode cannot see into has its statistics written back at the end: TorchScript, and compiled modules, around
+    which the mode is not in force, lest they be compiled anew and save other tensors.
     """
 
     def __init__(self, settings: list[Any], owner: Any) -> None:
@@ -109,14 +115,41 @@ class _Again(TorchFunctionMode):
         self._copies: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._values: list[tuple[Tensor, Tensor]] = []
         self._settings, self._owner = settings, owner
+        self._outside_of: list[nn.Module] = []
+        self._scripted = False
 
     def meet(self, module: nn.Module) -> None:
-        if _opaque(module):
+        self._scripted |= (scripted := isinstance(module, torch.jit.ScriptModule))
+        if scripted or _compiled(module):
             for buffer in (b for inner in module.modules() for b in _statistics(inner)):
                 self._values.append((buffer, _copy(buffer)))
+            if not scripted:
+                if not self._outside_of:
+                    self._take_out()
+                self._outside_of.append(module)
         else:
             for buffer in _statistics(module):
                 self._copies.setdefault(id(buffer), (buffer, None))
+
+    def leave(self, module: nn.Module) -> None:
+        if self._outside_of and self._outside_of[-1] is module:
+            self._outside_of.pop()
+            if not self._outside_of:
+                self._put_in()
+
+    def _take_out(self) -> None:
+        """Off the stack of modes, where `lean` may have put others since."""
+        self._above: list[TorchFunctionMode] = []
+        while (mode := torch.overrides._pop_mode()) is not self:
+            self._above.append(mode)
+        for mode in reversed(self._above):
+            torch.overrides._push_mode(mode)
+
+    def _put_in(self) -> None:
+        for _ in self._above:
+            torch.overrides._pop_mode()
+        for mode in (self, *reversed(self._above)):
+            torch.overrides._push_mode(mode)
 
     def _in_place_of(self, tensor: Any) -> Any:
         if id(tensor) not in self._copies:
@@ -147,18 +180,24 @@ class _Again(TorchFunctionMode):
         _set(self._settings, self._now)
         _hook(+1)
         _running.stack.append(self)
-        if isinstance(self._owner, nn.Module):
+        super().__enter__()
+        # Its forward may be all that is called, and then no hook of its own.
+        if isinstance(self._owner, nn.Module) and not _compiled(self._owner):
             self.meet(self._owner)
-        return super().__enter__()
+        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        if not self._outside_of:
+            super().__exit__(kind, error, traceback)
         _running.stack.pop()
         _hook(-1)
         for buffer, value in reversed(self._values):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
         _set(self._now, _settings())
+        # The exception by which torch stops when it has all it needs, as TorchScript hands it on. (Were it another
+        # one without a text, torch would miss tensors, and say so.)
+        return self._scripted and kind is RuntimeError and str(error).rstrip().endswith("RuntimeError:")
 
 
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -190,13 +229,13 @@ def _set(wanted: list[Any], now: list[Any]) -> None:
             setter(value)
 
 
-def _run_again_without_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn, whose calls after the first are recomputations under the settings of the first. A compiler sees fn alone;
-    where it gives up and the checkpoint is run by Python, it is one of these all the same.
+def _run_again_without_trace(fn: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """fn with its keywords, whose calls after the first are recomputations under the settings of the first. A compiler
+    sees fn alone; where it gives up and the checkpoint is run by Python, it is one of these all the same.
     """
     settings: list[Any] | None = None
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any) -> Any:
         nonlocal settings
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
@@ -266,12 +305,18 @@ def checkpoint(
     }
     if context_fn is not stock.noop_context_fn:
         options["context_fn"] = context_fn
+    return checkpoint_call(fn, args, kwargs, **options)
+
+
+def checkpoint_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+    """checkpoint(fn, *args, **options, **kwargs), whatever the names of fn's own keywords are."""
     if not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if in_lean():
             fn = _in_lean(fn)
-    return stock.checkpoint(_run_again_without_trace(fn), *args, use_reentrant=False, **options, **kwargs)
+    run = _run_again_without_trace(fn, kwargs)
+    return stock.checkpoint(run, *args, use_reentrant=False, **options)
 
 
 def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[[Any], Any]:
