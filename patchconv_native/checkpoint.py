@@ -105,31 +105,35 @@ class _Again(TorchFunctionMode):
     """What surrounds a recomputation: every function that is given running statistics gets copies in their place.
 
     The statistics of modules are known by identity, from `_meet`, those given to functional norms by their argument.
-    The originals are not touched and stay where they are, so nothing is to be put back, whatever ends the run. What a
-    function mode cannot see into has its statistics written back at the end: TorchScript, and compiled modules, around
-    which the mode is not in force, lest they be compiled anew and save other tensors.
+    The originals are not touched, so there is nothing to be set back, whatever ends the run, but where a module puts
+    another tensor in a buffer's place. What a function mode cannot see into has its statistics written back at the
+    end: TorchScript, and compiled modules, around which the mode is not in force, lest they be compiled anew and save
+    other tensors.
     """
 
     def __init__(self, settings: list[Any], owner: Any) -> None:
         super().__init__()
         self._copies: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._originals: dict[int, Tensor] = {}  # by the copy
         self._values: list[tuple[Tensor, Tensor]] = []
+        self._places: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._settings, self._owner = settings, owner
         self._outside_of: list[nn.Module] = []
-        self._scripted = False
 
     def meet(self, module: nn.Module) -> None:
-        self._scripted |= (scripted := isinstance(module, torch.jit.ScriptModule))
+        scripted = isinstance(module, torch.jit.ScriptModule)
         if scripted or _compiled(module):
-            for buffer in (b for inner in module.modules() for b in _statistics(inner)):
-                self._values.append((buffer, _copy(buffer)))
+            for inner in module.modules():
+                self._values += [(buffer, _copy(buffer)) for buffer in _statistics(inner)]
             if not scripted:
                 if not self._outside_of:
                     self._take_out()
                 self._outside_of.append(module)
         else:
-            for buffer in _statistics(module):
-                self._copies.setdefault(id(buffer), (buffer, None))
+            for name in STATISTICS:
+                if (buffer := module._buffers.get(name)) is not None:
+                    self._copies.setdefault(id(buffer), (buffer, None))
+                    self._places.append((module._buffers, name, buffer))
 
     def leave(self, module: nn.Module) -> None:
         if self._outside_of and self._outside_of[-1] is module:
@@ -158,6 +162,7 @@ class _Again(TorchFunctionMode):
         if copy is None:
             copy = _copy(original)
             self._copies[id(tensor)] = original, copy
+            self._originals[id(copy)] = original
         return copy
 
     def __torch_function__(
@@ -170,10 +175,23 @@ class _Again(TorchFunctionMode):
             given = args[place] if place < len(args) else kwargs.get(name)
             if isinstance(given, Tensor):
                 self._copies.setdefault(id(given), (given, None))
-        if self._copies:
-            args = tuple(map(self._in_place_of, args))
-            kwargs = {name: self._in_place_of(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+        if func is Tensor.add_ and not args[0].is_floating_point() and args[0].dim() == 0:
+            self._meet_owner(args[0])
+        if not self._copies:
+            return func(*args, **kwargs)
+        args = tuple(map(self._in_place_of, args))
+        result = func(*args, **{name: self._in_place_of(value) for name, value in kwargs.items()})
+        # `self.num_batches_tracked += 1` puts the result in the buffer's place.
+        return self._originals.get(id(result), result)
+
+    def _meet_owner(self, count: Tensor) -> None:
+        """The norm that counts a batch, if its forward was called by name and no hook has told of it."""
+        frame = None if id(count) in self._copies else sys._getframe(2)
+        for _ in range(8):  # functions of lean() may be between
+            module = None if frame is None else frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module._buffers.get("num_batches_tracked") is count:
+                self.meet(module)
+            frame = frame and frame.f_back
 
     def __enter__(self) -> _Again:
         self._now = _settings()
@@ -186,18 +204,18 @@ class _Again(TorchFunctionMode):
             self.meet(self._owner)
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if not self._outside_of:
             super().__exit__(kind, error, traceback)
         _running.stack.pop()
         _hook(-1)
+        for buffers, key, original in self._places:
+            if buffers.get(key) is not original:
+                buffers[key] = original
         for buffer, value in reversed(self._values):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
         _set(self._now, _settings())
-        # The exception by which torch stops when it has all it needs, as TorchScript hands it on. (Were it another
-        # one without a text, torch would miss tensors, and say so.)
-        return self._scripted and kind is RuntimeError and str(error).rstrip().endswith("RuntimeError:")
 
 
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
@@ -291,9 +309,10 @@ def checkpoint(
     `workspace_limit`. Where grad mode is off, fn just runs. Inside `lean()`, fn runs in lean() both times.
 
     Inside torch.compile this is torch's own checkpoint. ValueError for use_reentrant=True, TypeError for an fn that
-    cannot be called; torch's errors for the rest. Not seen, and moved twice: statistics that a TorchScript or compiled
-    function (not module) is given, the count of a norm whose forward is called by name inside fn (`norm.forward(x)`),
-    and state under other names, as spectral_norm's.
+    cannot be called; torch's errors for the rest. TorchScript in fn needs early_stop=False and, lest it saves other
+    tensors the second time, torch.jit.optimized_execution(False), as with torch's. Compile a checkpoint, or a module in
+    fn, but no function in it. Not seen, and moved twice: statistics that a TorchScript or compiled function (not
+    module) is given, and state under other names, as spectral_norm's.
     """
     _callable("checkpoint", "fn", fn)
     _no_reentry("checkpoint", use_reentrant)

@@ -32,7 +32,7 @@ class _Checkpointed(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are those of the module's own class, which then get the checkpoint's."""
         cls: Any = type(self)
-        self.__class__ = _plain_class(cls)  # type: ignore[assignment]
+        self.__class__ = _plain_class(cls)
         try:
             reduced: Any = self.__reduce_ex__(protocol)
         finally:
@@ -98,7 +98,7 @@ def without_checkpoints(model: Any) -> Iterator[None]:
     every: list[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else []
     modules = [module for module in every if isinstance(module, _Checkpointed)]
     for module, cls in [(module, _plain_class(type(module))) for module in modules]:
-        module.__class__ = cls  # type: ignore[assignment]
+        module.__class__ = cls
     try:
         yield
     finally:
@@ -112,7 +112,8 @@ def _chosen(model: nn.Module, which: Any) -> dict[str, nn.Module]:
         return {name: module for name, module in named if which(name, module)}
     wanted: list[Any] = list(which) if isinstance(which, Iterable) and not isinstance(which, (str, type)) else [which]
     if wanted and all(isinstance(one, type) and issubclass(one, nn.Module) for one in wanted):
-        return {name: module for name, module in named if isinstance(module, tuple(wanted))}
+        classes: Any = tuple(wanted)
+        return {name: module for name, module in named if isinstance(module, classes)}
     modules = dict(model.named_modules(remove_duplicate=False))
     for one in wanted:
         if not isinstance(one, str):
