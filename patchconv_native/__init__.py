@@ -16,6 +16,8 @@ _library.load()
 
 from . import conv_rules, flops, functional, layers, lean_functional  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
+from .checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential  # noqa: E402
+from .checkpoint_modules import checkpoint_modules  # noqa: E402
 from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
 from .explain import Explanation, explain  # noqa: E402
 from .lean import lean  # noqa: E402
@@ -38,6 +40,7 @@ globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
 __all__ = [
     "BuildMismatchError",
+    "CheckpointFunction",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -49,6 +52,9 @@ __all__ = [
     "NotBuiltError",
     "backend",
     "build_info",
+    "checkpoint",
+    "checkpoint_modules",
+    "checkpoint_sequential",
     "convert",
     "convert_model",
     "convert_report",

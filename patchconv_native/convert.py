@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from .checkpoint_modules import rebased, without_checkpoints
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import lean
 from .modules import CONVERTED, Split, Splits, checked_splits
@@ -110,24 +111,19 @@ def _named(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def convert_report(model: nn.Module) -> ConvertReport:
     """What of `model` is converted and what is not, as it stands. Changes nothing."""
     report = ConvertReport()
-    for name, module in _named("convert_report", model):
-        if _is_ours(module):
-            report.converted[name] = type(module).__name__
-        elif isinstance(module, torch.jit.ScriptModule):
-            original = getattr(module, "original_name", "")
-            if any(original == stock.__name__ for stock in CONVERTED):
-                report.left[name] = "a TorchScript module cannot change its class: convert before scripting"
-        elif type(module) in NOTHING_TO_GAIN:
-            report.nothing_to_gain[name] = NOTHING_TO_GAIN[type(module)]
-        elif (stock := _stock_base(type(module))) is not None:
-            report.left[name] = _reason_to_leave(module, stock) or "not converted yet"
+    with without_checkpoints(model):
+        for name, module in _named("convert_report", model):
+            if _is_ours(module):
+                report.converted[name] = type(module).__name__
+            elif isinstance(module, torch.jit.ScriptModule):
+                original = getattr(module, "original_name", "")
+                if any(original == stock.__name__ for stock in CONVERTED):
+                    report.left[name] = "a TorchScript module cannot change its class: convert before scripting"
+            elif type(module) in NOTHING_TO_GAIN:
+                report.nothing_to_gain[name] = NOTHING_TO_GAIN[type(module)]
+            elif (stock := _stock_base(type(module))) is not None:
+                report.left[name] = _reason_to_leave(module, stock) or "not converted yet"
     return report
-
-
-def _rebased(cls: type, base: type) -> type:
-    """`cls`, a class made at run time by torch.nn.utils.parametrize, over another base."""
-    body = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, (base,), body)
 
 
 _subclasses: dict[type, type] = {}
@@ -191,7 +187,7 @@ def _converted_class(module: nn.Module, stock: type[nn.Module]) -> type:
         return _OUR_CLASS[stock]
     if parametrize.is_parametrized(module):
         base = cls.__bases__[0]
-        return _rebased(cls, _OUR_CLASS[stock] if base is stock else _converted_subclass(base))
+        return rebased(cls, _OUR_CLASS[stock] if base is stock else _converted_subclass(base))
     return _converted_subclass(cls)
 
 
@@ -207,10 +203,10 @@ def _reverted_class(module: nn.Module) -> type:
         base = cls.__bases__[0]
         for stock, ours in _OUR_CLASS.items():
             if base is ours:
-                return _rebased(cls, stock)
+                return rebased(cls, stock)
         for original, made in _subclasses.items():
             if base is made:
-                return _rebased(cls, original)
+                return rebased(cls, original)
     raise TypeError(f"revert: {cls.__name__} is a subclass of a patchconv_native class and has no stock form")
 
 
@@ -239,25 +235,26 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     """
     if not isinstance(functional, bool):
         raise TypeError(f"convert: expected functional to be True or False, got {functional!r}")
-    changes: list[tuple[nn.Module, type, list[int] | None]] = []
-    for name, module in _named("convert", model):
-        owner = f"convert, module {name!r}" if name else "convert"
-        if isinstance(module, Split):
-            changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
-            continue
-        if _is_ours(module) or isinstance(module, torch.jit.ScriptModule):
-            continue
-        stock = _stock_base(type(module))
-        if stock is None or _reason_to_leave(module, stock):
-            if functional and _has_code(module):
-                changes.append((module, _converted_subclass(type(module)), None))
-            continue
-        entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
-        changes.append((module, _converted_class(module, stock), entries))
-    for module, cls, entries in changes:
-        module.__class__ = cls
-        if isinstance(module, Split):
-            module._splits = entries
+    with without_checkpoints(model):
+        changes: list[tuple[nn.Module, type, list[int] | None]] = []
+        for name, module in _named("convert", model):
+            owner = f"convert, module {name!r}" if name else "convert"
+            if isinstance(module, Split):
+                changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
+                continue
+            if _is_ours(module) or isinstance(module, torch.jit.ScriptModule):
+                continue
+            stock = _stock_base(type(module))
+            if stock is None or _reason_to_leave(module, stock):
+                if functional and _has_code(module):
+                    changes.append((module, _converted_subclass(type(module)), None))
+                continue
+            entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
+            changes.append((module, _converted_class(module, stock), entries))
+        for module, cls, entries in changes:
+            module.__class__ = cls
+            if isinstance(module, Split):
+                module._splits = entries
     modules = dict(model.named_modules())
     left = {
         name: reason
@@ -276,10 +273,11 @@ def revert(model: Model) -> Model:
 
     Raises TypeError for a module whose class is derived from one of this package's; then nothing has been changed.
     """
-    changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if _is_ours(module)]
-    for module, cls in changes:
-        vars(module).pop("_splits", None)
-        module.__class__ = cls
+    with without_checkpoints(model):
+        changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if _is_ours(module)]
+        for module, cls in changes:
+            vars(module).pop("_splits", None)
+            module.__class__ = cls
     return model
 
 

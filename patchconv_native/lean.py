@@ -162,6 +162,11 @@ class _Active(threading.local):
 _active = _Active()
 
 
+def in_lean() -> bool:
+    """Whether functional code that runs here and now is that of a `lean()` block."""
+    return bool(_active.blocks) and _active.blocks[-1] == _surroundings()
+
+
 class lean:
     """`with pc.lean():` or `@pc.lean()`: functional code in the block keeps what this package's layers keep.
 
@@ -172,7 +177,8 @@ class lean:
     subclasses and where grad mode is another than at the block's beginning.
 
     Code that runs again in backward (torch.utils.checkpoint) keeps what stock does, unless it enters the block itself:
-    decorate the function. Generator functions cannot be decorated (TypeError): enter the block inside.
+    decorate the function; this package's `checkpoint` enters it for the function. Generator functions cannot be
+    decorated (TypeError): enter the block inside.
     """
 
     def __init__(self, *given: Any) -> None:
