@@ -1,3 +1,0 @@
-class MemoryReport:
-    def __init__(self, trace):
-        self.trace = trace
