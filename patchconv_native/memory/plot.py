@@ -42,8 +42,20 @@ def _save(figure: Any, path: str | Path | None) -> Any:
     return figure
 
 
+def _plain(text: str, width: int = 10**6) -> str:
+    """A text for matplotlib, which takes what stands between dollars for mathematics."""
+    return words.shortened(text, width).replace("$", r"\$")
+
+
 def _bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Any, drawn: dict[str, Any], **style: Any) -> None:
+    """Names of what was drawn, below the axes. (Of labels matplotlib would leave out those that begin with "_".)"""
+    if drawn:
+        names = [_plain(name, 40) for name in drawn]
+        figure.legend(list(drawn.values()), names, loc="outside lower center", frameon=False, **style)
 
 
 def _bytes_axis(axis: Any, most: float) -> None:
@@ -89,8 +101,6 @@ def _last(report: MemoryReport) -> float:
 
 def plot(report: MemoryReport, path: str | Path | None = None) -> Any:
     """Memory over the step, its peak, and below it when which module was at work. Returns the figure."""
-    from textwrap import shorten
-
     trace = report.trace
     figure = _figure(12, 5.6)
     last = _last(report)
@@ -101,15 +111,20 @@ def plot(report: MemoryReport, path: str | Path | None = None) -> Any:
     else:
         axes, below = figure.subplots(), None
     most = max(report.peak, *(count for _, count in trace.curve), 1, 1)
-    axes.set_title(shorten(trace.title or "Memory of one step", 110, placeholder=" …"), loc="left", weight="bold")
-    axes.set_title(words.setting(trace) if len(trace.title) < 60 else "", loc="right", fontsize=9, color=DIM)
+    title = _plain(trace.title or "Memory of one step", 95)
+    axes.set_title(title, loc="left", weight="bold")
+    beside = 140 - int(1.45 * len(title))  # letters of the smaller size that have room there
+    if beside > 12:
+        axes.set_title(_plain(words.setting(trace), beside), loc="right", fontsize=9, color=DIM)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.24 * most)
     for index, stay in enumerate(trace.phases):
         axes.axvspan(stay.start, stay.stop, color="#eef1f5" if index % 2 == 0 else "#ffffff", linewidth=0, zorder=0)
         if stay.stop - stay.start > 0.011 * len(stay.phase) * last:
             middle = (stay.start + stay.stop) / 2
-            axes.text(middle, 1.21 * most, stay.phase, ha="center", va="top", fontsize=10, color=DIM, weight="bold")
+            axes.text(
+                middle, 1.21 * most, _plain(stay.phase), ha="center", va="top", fontsize=10, color=DIM, weight="bold"
+            )
     times, counts = _steps(report)
     axes.fill_between(times, 0, counts, step="post", color=MAIN, alpha=0.16, linewidth=0)
     axes.step(times, counts, where="post", color=MAIN, linewidth=1.6)
@@ -122,8 +137,7 @@ def plot(report: MemoryReport, path: str | Path | None = None) -> Any:
         _draw_lanes(below, shown, lanes, last)
     _time_axis(axes if below is None else below, trace.clock == "operators", last)
     if trace.error:
-        text = shorten(f"not finished: {trace.error}", 130, placeholder=" …")
-        figure.supxlabel(text, fontsize=9.5, color=PEAK)
+        figure.supxlabel(_plain(f"not finished: {trace.error.strip()}", 130), fontsize=9.5, color=PEAK)
     return _save(figure, path)
 
 
@@ -150,7 +164,7 @@ def _mark_peak(axes: Any, report: MemoryReport, last: float) -> None:
     share = peak.time / last
     axes.plot(peak.time, peak.bytes, "o", color=PEAK, markersize=6, clip_on=False, zorder=5)
     axes.annotate(
-        f"peak {size(peak.bytes)}: {words.shortened(words.where(peak), 80)}",
+        f"peak {size(peak.bytes)}: {_plain(words.where(peak), 80)}",
         (peak.time, peak.bytes),
         xytext=(0, 8),
         textcoords="offset points",
@@ -185,7 +199,7 @@ def _draw_lanes(axes: Any, shown: list[Any], lanes: int, last: float) -> None:
         letters = int(165 * (band.stay.stop - band.stay.start) / last)
         if letters >= min(len(band.label), 6):
             middle = (band.stay.start + band.stay.stop) / 2
-            text = words.shortened(band.label, letters)
+            text = _plain(band.label, letters)
             axes.text(middle, lanes - band.lane - 0.5, text, ha="center", va="center_baseline", fontsize=8, color=DARK)
     axes.set_ylim(0, lanes)
     axes.set_yticks([])
@@ -213,29 +227,26 @@ def plot_saved(report: MemoryReport, path: str | Path | None = None) -> Any:
     figure = _figure(10, 1.5 + 0.27 * max(len(rows), 3))
     axes = figure.subplots()
     most = max((total for *_, total in rows), default=1)
-    seen = set()
+    drawn: dict[str, Any] = {}
     for row, (_, by, total) in enumerate(rows):
         left = 0
         cuts = [(operator, min(by.get(operator, 0), total)) for operator in operators]
         for operator, count in [*cuts, ("others", total - sum(count for _, count in cuts))]:
             if count > 0:
-                colour = OTHER if operator == "others" else RUNS[operators.index(operator)]
-                name = f"_{operator}" if operator in seen else words.shortened(operator, 40)
-                axes.barh(row, count, left=left, height=0.72, color=colour, label=name)
-                seen.add(operator)
+                colour = RUNS[operators.index(operator)] if operator in operators else OTHER
+                drawn[operator] = axes.barh(row, count, left=left, height=0.72, color=colour)
                 left += count
         axes.text(total + 0.008 * most, row, size(total), va="center", fontsize=8.5, color=DARK, path_effects=_halo())
-    axes.set_yticks(range(len(rows)), [words.shortened(name, 48) for name, *_ in rows], fontsize=9)
+    axes.set_yticks(range(len(rows)), [_plain(name, 48) for name, *_ in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * most)
     _bytes_axis(axes.xaxis, most)
     _bare(axes)
     axes.grid(axis="x", alpha=0.3, linewidth=0.8)
     axes.set_axisbelow(True)
-    title = words.shortened(report.trace.title or "one step", 60)
+    title = _plain(report.trace.title or "one step", 60)
     axes.set_title(f"Kept for backward, {size(report.saved)} in all: {title}", loc="left", weight="bold", fontsize=11)
-    if seen:
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _legend(figure, drawn, ncols=3, fontsize=9)
     return _save(figure, path)
 
 
@@ -246,13 +257,14 @@ def plot_runs(runs: Mapping[str, MemoryReport], path: str | Path | None = None) 
     clocks = {report.trace.clock for report in runs.values()}
     most = max([1, *(report.peak for report in runs.values())])
     last = max((_last(report) for report in runs.values()), default=1.0)
+    drawn: dict[str, Any] = {}
     for index, (name, report) in enumerate(runs.items()):
         colour = RUNS[index % len(RUNS)]
         scale = 1.0 if len(clocks) == 1 else 100 / _last(report)
         times, counts = _steps(report)
         times = [time * scale for time in times]
         axes.fill_between(times, 0, counts, step="post", color=colour, alpha=0.08, linewidth=0)
-        axes.step(times, counts, where="post", color=colour, linewidth=1.7, label=words.shortened(name, 40))
+        (drawn[name],) = axes.step(times, counts, where="post", color=colour, linewidth=1.7)
         axes.plot(report.trace.peak.time * scale, report.peak, "o", color=colour, markersize=6, zorder=5)
         for row, count in enumerate((report.peak, report.saved)):
             at = row * (len(runs) + 0.9) + index
@@ -276,6 +288,5 @@ def plot_runs(runs: Mapping[str, MemoryReport], path: str | Path | None = None) 
     _bytes_axis(bars.xaxis, most)
     for one in (axes, bars):
         _bare(one)
-    if runs:
-        figure.legend(loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
+    _legend(figure, drawn, ncols=min(len(runs), 4))
     return _save(figure, path)
