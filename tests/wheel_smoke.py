@@ -25,6 +25,7 @@ torch.testing.assert_close(y, expected)
 torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected_grad)
 
 assert (folder / "conv_rules.json").is_file()
+assert all((folder / "memory" / name).is_file() for name in ("page.css", "page.js"))
 info = subprocess.run([sys.executable, "-I", "-m", "patchconv_native", "info"], capture_output=True, text=True)
 assert info.returncode == 0 and "patchconv::conv2d" in info.stdout, info.stdout + info.stderr
 assert not [path.name for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]

@@ -1,0 +1,232 @@
+"""A report as one page of HTML: text, style and script in one file, and nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import words
+from .chart import Chart
+from .records import PHASES, ModuleFacts, Trace
+from .words import Node, size
+
+if TYPE_CHECKING:
+    from .report import MemoryReport
+
+HERE = Path(__file__).parent
+OPEN_ROWS = 60
+"""A tree of more rows is shown closed below the model's children."""
+HELD = 40
+OPERATORS = 25
+TREE = (
+    ("parameters", "of the module and all inside of it"),
+    ("saved", "kept for backward by what ran inside of it, each memory once"),
+    ("own saved", "of that, by its own code, not by modules inside of it"),
+    ("forward peak", "the most memory at any moment of its forward pass, of everything counted"),
+    ("backward peak", "the same of its backward pass, with what a checkpoint runs again"),
+    ("rise", "the largest step from what there was when it began to its peak"),
+    ("calls", "forward passes, those in backward not counted"),
+)
+
+
+def page(report: MemoryReport) -> str:
+    """The whole page."""
+    trace = report.trace
+    title = escape(trace.title or "Memory of one step")
+    nodes = [node for tree in words.forest(trace) for node in tree.walk()]
+    chart = Chart(trace)
+    body = "\n".join(
+        [
+            f"<header><h1>{title}</h1><p>{escape(words.setting(trace))}</p></header>",
+            _said(trace),
+            _cards(report),
+            f'<section><h2>Memory over the step</h2><div class="chart" id="chart">{chart.svg()}'
+            '<div class="readout" id="readout" hidden></div></div></section>',
+            _held(trace),
+            _modules(nodes),
+            '<div class="pair">',
+            _operators(trace),
+            _static(trace),
+            "</div>",
+        ]
+    )
+    data = json.dumps(_data(trace, nodes, chart), separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{_file('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f'<script type="application/json" id="data">{data}</script>\n<script>\n{_file("page.js")}</script>\n'
+        "</body>\n</html>\n"
+    )
+
+
+def _file(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _data(trace: Trace, nodes: list[Node], chart: Chart) -> dict[str, Any]:
+    """What the script reads: the chart's scales and curve, and every stay as module, phase, start and stop."""
+    phases = list(PHASES)
+    stays: list[list[float]] = []
+    for index, node in enumerate(nodes):
+        for s in node.facts.stretches:
+            if s.phase not in phases:
+                phases.append(s.phase)
+            stays.append([index, phases.index(s.phase), _rounded(s.start), _rounded(s.stop)])
+    whole = [[phases.index(s.phase) if s.phase in phases else -1, s.start, s.stop] for s in trace.phases]
+    return {
+        "clock": trace.clock,
+        "plot": [chart.left, chart.right, chart.top, chart.bottom],
+        "times": [chart.first, chart.last],
+        "most": chart.most,
+        "curve": [[_rounded(time), count] for time, count in chart.curve],
+        "phases": phases,
+        "whole": whole,
+        "stays": stays,
+    }
+
+
+def _rounded(time: float) -> float:
+    return float(f"{time:.7g}")
+
+
+def _said(trace: Trace) -> str:
+    """The error and the notes."""
+    parts = []
+    if trace.error:
+        parts.append(
+            '<aside class="error" role="alert"><strong>The step was not finished.</strong> '
+            f"What follows is as far as it came.<pre>{escape(trace.error.strip())}</pre></aside>"
+        )
+    if trace.notes:
+        notes = "".join(f"<li>{escape(note)}</li>" for note in trace.notes)
+        parts.append(f'<aside class="notes"><ul>{notes}</ul></aside>')
+    return "\n".join(parts)
+
+
+def _cards(report: MemoryReport) -> str:
+    trace = report.trace
+    cards = [
+        ("peak", size(report.peak), f"{words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"),
+        ("saved for backward", size(report.saved), _share(report.saved, report.peak)),
+        ("parameters", size(report.parameters), _share(report.parameters, report.peak)),
+        ("before the step", size(report.static), ", ".join(words.kinds(trace.static))),
+    ]
+    if trace.after:
+        cards.append(("after the step", size(sum(trace.after.values())), ", ".join(words.kinds(trace.after))))
+    length = f"{trace.duration:,.0f} operators" if trace.clock == "operators" else words.moment(trace, trace.duration)
+    cards.append(("length", length, f"{len(trace.modules):,} modules"))
+    shown = "".join(
+        f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
+        for name, value, more in cards
+    )
+    return f'<div class="cards">{shown}</div>'
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} % of the peak" if whole else ""
+
+
+def _number(count: int | None, most: int, text: str | None = None) -> str:
+    """A cell with a value to sort by and a bar."""
+    if count is None:
+        return '<td data-v="-1"></td>'
+    bar = f' style="--w:{100 * count / most:.3g}"' if most and count > 0 else ""
+    return f'<td data-v="{count}"{bar}>{size(count) if text is None else text}</td>'
+
+
+def _values(facts: ModuleFacts) -> tuple[int | None, ...]:
+    """A module's values of TREE, but for the calls."""
+    rise = max((s.peak - s.before for s in facts.stretches), default=None)
+    peaks = words.peak_of(facts, "forward"), words.peak_of(facts, "backward")
+    return facts.parameters, facts.saved, facts.own_saved, *peaks, rise
+
+
+def _modules(nodes: list[Node]) -> str:
+    if not nodes:
+        return "<section><h2>Modules</h2><p>The trace has none.</p></section>"
+    values = [_values(node.facts) for node in nodes]
+    most = [max((row[i] or 0 for row in values), default=0) for i in range(len(TREE) - 1)]
+    rows = []
+    for node, row in zip(nodes, values, strict=True):
+        name = escape(node.facts.name)
+        toggle = '<button class="twist" aria-expanded="true" aria-label="what is inside"></button>'
+        cells = "".join(_number(count, top) for count, top in zip(row, most, strict=True))
+        calls = sum(s.phase == "forward" for s in node.facts.stretches)
+        rows.append(
+            f'<tr data-depth="{node.depth}" data-name="{name}"><th scope="row" title="{name}" style="--d:{node.depth}">'
+            f"{toggle if node.children else '<i></i>'}<span>{escape(node.label)}</span></th>"
+            f"<td>{escape(node.facts.type)}</td>{cells}{_number(calls, 0, f'{calls:,}')}</tr>"
+        )
+    heads = "".join(
+        f'<th scope="col" aria-sort="none" title="{escape(meaning)}"><button>{escape(name)}</button></th>'
+        for name, meaning in (("module", "by name"), ("type", "by type"), *TREE)
+    )
+    closed = 1 if len(nodes) > OPEN_ROWS else -1
+    return (
+        '<section><h2>Modules</h2><div class="tools"><input type="search" id="filter" '
+        'placeholder="find a module or a type" aria-label="find a module or a type">'
+        '<button id="open">open all</button><button id="close">close all</button></div>'
+        f'<div class="scroll"><table id="tree" data-closed="{closed}"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _table(title: str, lead: str, heads: Sequence[str], rows: Iterable[str], name: str) -> str:
+    head = "".join(f'<th scope="col">{escape(one)}</th>' for one in heads)
+    return (
+        f'<section><h2>{escape(title)}</h2><p>{escape(lead)}</p><div class="scroll low"><table id="{name}"><thead>'
+        f"<tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _held(trace: Trace) -> str:
+    shown, rest, count = words.grouped(trace.peak.held, HELD)
+    if not shown:
+        return ""
+    most = max(one.bytes for one in shown)
+    rows = [
+        f'<tr><th scope="row">{escape(one.module or words.OUTSIDE)}</th><td>{escape(one.operator)}</td>'
+        f"<td>{escape(one.phase)}</td>{_number(one.bytes, most)}{_number(one.count, 0, f'{one.count:,}')}</tr>"
+        for one in shown
+    ]
+    if count:
+        rows.append(
+            f'<tr class="rest"><th scope="row">{count:,} more</th><td></td><td></td>{_number(rest, 0)}<td></td></tr>'
+        )
+    lead = f"{size(trace.peak.bytes)} at {words.moment(trace, trace.peak.time)}, by who allocated it."
+    heads = ("module", "operator", "phase", "bytes", "tensors")
+    return _table("Alive at the peak", lead, heads, rows, "held")
+
+
+def _operators(trace: Trace) -> str:
+    found = dict(words.model(trace).saved_by)
+    if outside := trace.saved - sum(found.values()):
+        found["(outside of the model)"] = found.get("(outside of the model)", 0) + outside
+    ordered = sorted(((name, count) for name, count in found.items() if count > 0), key=lambda row: -row[1])
+    if not ordered:
+        return ""
+    if rest := ordered[OPERATORS:]:
+        ordered = [*ordered[:OPERATORS], (f"{len(rest):,} more", sum(count for _, count in rest))]
+    rows = [f'<tr><th scope="row">{escape(name)}</th>{_number(count, ordered[0][1])}</tr>' for name, count in ordered]
+    lead = f"{size(trace.saved)} kept for backward, by the operator that saved it."
+    return _table("Saved, by operator", lead, ("operator", "bytes"), rows, "operators")
+
+
+def _static(trace: Trace) -> str:
+    names = words.kinds(trace.static, trace.after)
+    if not names:
+        return ""
+    most = max(max(trace.static.get(name, 0), trace.after.get(name, 0)) for name in names)
+    rows = [
+        f'<tr><th scope="row">{escape(name)}</th>{_number(trace.static.get(name, 0), most)}'
+        f"{_number(trace.after.get(name, 0), most)}</tr>"
+        for name in names
+    ]
+    before, after = (sum(table.values()) for table in (trace.static, trace.after))
+    rows.append(f'<tr class="rest"><th scope="row">in all</th>{_number(before, 0)}{_number(after, 0)}</tr>')
+    lead = "What was there when the step began, and what is left when it is over."
+    return _table("Before and after", lead, ("", "before", "after"), rows, "static")
