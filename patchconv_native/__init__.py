@@ -6,6 +6,9 @@
     y = pc.Conv2d(3, 64, 7, padding=3)(x)       # a torch.nn.Conv2d subclass
     y = torch.ops.patchconv.conv2d(x, w, b)     # also inside TorchScript and C++
     with pc.lean(): y = f(x)                    # functional code (F.relu, torch.cat, ...) without conversion
+    y = pc.checkpoint(block, x)                 # batch norm's statistics move once
+    report = pc.memory.trace(model, x)          # where a step's memory goes, measured or predicted
+    plan = pc.plan(model, x, budget="6GiB")     # what to turn on so that it fits
 
 Importing this package loads its operators (torch.ops.patchconv.*) and needs torch alone.
 """
@@ -14,7 +17,7 @@ from . import _library
 
 _library.load()
 
-from . import conv_rules, flops, functional, layers, lean_functional  # noqa: E402
+from . import conv_rules, flops, functional, layers, lean_functional, memory  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
 from .checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential  # noqa: E402
 from .checkpoint_modules import checkpoint_modules  # noqa: E402
@@ -29,6 +32,7 @@ from .modules import (  # noqa: E402
     ConvTranspose2d,
     ConvTranspose3d,
 )
+from .planner import BudgetError, Frontier, Plan, max_batch, max_size, plan  # noqa: E402
 from .settings import backend, last_path, recompute, record_paths, workspace_limit  # noqa: E402
 
 flops.register()
@@ -39,6 +43,7 @@ __version__ = build_info()["version"]
 globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
 __all__ = [
+    "BudgetError",
     "BuildMismatchError",
     "CheckpointFunction",
     "Conv1d",
@@ -49,7 +54,9 @@ __all__ = [
     "ConvTranspose3d",
     "ConvertReport",
     "Explanation",
+    "Frontier",
     "NotBuiltError",
+    "Plan",
     "backend",
     "build_info",
     "checkpoint",
@@ -63,6 +70,10 @@ __all__ = [
     "last_path",
     "lean",
     "lean_functional",
+    "max_batch",
+    "max_size",
+    "memory",
+    "plan",
     "recompute",
     "record_paths",
     "revert",

@@ -37,11 +37,15 @@ int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Which saved-tensor hooks are at work: an address to compare with.
-const void* current_hooks() {
-  if (!at::SavedTensorDefaultHooks::is_enabled()) return nullptr;
+// Which saved-tensor hooks are at work.
+Hooks current_hooks() {
+  if (!at::SavedTensorDefaultHooks::is_enabled()) return std::nullopt;
   const auto hooks = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/false);
-  return hooks.has_value() ? hooks->first.ptr(&hooks->first.pyinterpreter()) : nullptr;
+  return hooks.has_value() ? Hooks(hooks->first) : std::nullopt;
+}
+
+const void* address(const Hooks& hooks) {
+  return hooks.has_value() ? hooks->ptr(&hooks->pyinterpreter()) : nullptr;
 }
 
 // The rebuilding operators must see what the forward ones saw below autocast.
@@ -97,11 +101,8 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
   link.grad_fn = tensor.grad_fn().get();
   link.output = tensor.output_nr();
   if (link.grad_fn == nullptr || !leads_to(link.grad_fn, link.producer)) return std::nullopt;
-  if (!link.producer->made_under(current_hooks())) {
-    if (!link.producer->ready_for_others()) return std::nullopt;
-  } else if (sure) {
-    link.producer->provide(made);
-  }
+  if (!link.producer->made_under(current_hooks())) return std::nullopt;
+  if (sure) link.producer->provide(made);
   return link;
 }
 
@@ -124,7 +125,7 @@ void Source::keep(const Tensor& tensor) {
 void Source::keep_output(const Tensor& output) { save(output, /*output=*/true); }
 
 void Source::save(const Tensor& tensor, bool output) {
-  hooks_ = current_hooks() != nullptr;
+  hooks_ = current_hooks().has_value();
   variable_ = torch::autograd::SavedVariable(tensor, output);
   saved_ = true;
   output_ = output;
@@ -345,9 +346,12 @@ variable_list LeanNode::apply(variable_list&& grads) {
   return result;
 }
 
+bool LeanNode::made_under(const Hooks& hooks) const { return address(hooks_) == address(hooks); }
+
 void LeanNode::release_variables() {
   const std::lock_guard<std::mutex> lock(mutex_);
   released_ = true;
+  hooks_.reset();
   held_.reset();
   output_.release();
   for (Source* source : sources()) source->release();
@@ -406,7 +410,6 @@ void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) 
   lean.storage_ = storage_of(output);
   lean.strides_ = output.strides().vec();
   lean.hooks_ = current_hooks();
-  lean.born_ready_ = lean.ready();
 }
 
 }  // namespace patchconv

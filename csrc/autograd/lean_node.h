@@ -12,6 +12,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SafePyObject.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -30,6 +31,9 @@ using torch::autograd::variable_list;
 // A shared_ptr before torch 2.13, an intrusive_ptr since.
 using NodePtr = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+
+// The saved-tensor hooks of a moment, known by their first one, which must stay alive for that.
+using Hooks = std::optional<c10::SafePyObject>;
 
 class LeanNode;
 
@@ -92,11 +96,9 @@ class LeanNode : public torch::autograd::Node {
   bool ready(int depth = 0) const;
   int64_t cost(int depth = 0) const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, as it was made
-  // Whether a consumer may link to this node without saving anything: where other saved-tensor hooks are at
-  // work than when the node was made (inside of checkpointing, say), only if it was ready from the start.
-  // Code that is run again decides the same way then.
-  bool ready_for_others() const { return born_ready_; }
-  bool made_under(const void* hooks) const { return hooks_ == hooks; }
+  // Whether these saved-tensor hooks were at work when the node was made. Only then may a consumer link to
+  // it: what a checkpoint runs again must save what it saved first, and sees other tensors from outside then.
+  bool made_under(const Hooks& hooks) const;
   at::Tensor value(bool* fresh = nullptr);
   // relu(value()) in one pass, in memory of its own. Undefined where that is not to be had.
   at::Tensor value_with_relu();
@@ -147,8 +149,7 @@ class LeanNode : public torch::autograd::Node {
   uint32_t version_ = 0;
   const void* storage_ = nullptr;
   std::vector<int64_t> strides_;
-  bool born_ready_ = false;
-  const void* hooks_ = nullptr;
+  Hooks hooks_;
   bool output_saved_ = false;
   std::shared_ptr<std::vector<at::Tensor>> held_;
   Source output_;

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from .sizes import storage, tensors
 from .workspace import workspace
@@ -30,6 +31,7 @@ class Storages(TorchDispatchMode):
         self._census, self._device = census, device
         self._known: set[int] = set()
         self._blocks = itertools.count(1)
+        self.work = {"flops": 0, "bytes": 0}
 
     def there_before(self, values: Any) -> None:
         for tensor in tensors(values):
@@ -42,12 +44,21 @@ class Storages(TorchDispatchMode):
         result = func(*args, **kwargs)
         for tensor in tensors(result):
             self._count(tensor)
+        self._add_work(func, args, kwargs, result)
         extra = workspace(func, args, kwargs, result, self._device.type)
         if extra:
             block = next(self._blocks)
             self._census.memory(block, extra)
             self._census.memory(block, -extra)
         return result
+
+    def _add_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func.is_view:
+            return
+        flops = flop_registry.get(func._overloadpacket)
+        if flops is not None:
+            self.work["flops"] += flops(*args, **kwargs, out_val=result)
+        self.work["bytes"] += sum(t.nbytes for t in (*tensors(args), *tensors(result)))
 
     def there_before_if_real(self, values: Any) -> None:
         """A real tensor that code brings along (a constant of the module's) was there before."""
@@ -86,7 +97,7 @@ def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
+        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
             with mode:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         else:

@@ -104,6 +104,8 @@ class Trace:
     """Kept for backward in all: the model's `saved` and what code around it (a loss) saved."""
     duration: float
     """Of the step, on the clock."""
+    work: dict[str, int] = field(default_factory=dict)
+    """Of a fake step: "flops" of all operators, and the "bytes" that they read and write."""
     notes: list[str] = field(default_factory=list)
     """What the reader should know: what was not counted, say."""
     error: str | None = None

@@ -7,6 +7,7 @@ order in which they are made, and a module's forward pass covers a range of numb
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -126,6 +127,13 @@ class _Replay:
             self.open(call[0], "backward", call, backward=True)
 
 
+def operator_name(name: str) -> str:
+    """A node's or operator's name without what C++ puts around it."""
+    if inner := re.search(r"CppNode<(.*)>", name):
+        name = inner[1]
+    return name.replace("(anonymous namespace)::", "").replace("torch::autograd::", "")
+
+
 def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, static: dict[str, int]) -> Timeline:
     """base: bytes before the step, of which `static` says what they are. names: of modules, by number. scale: of
     the events' clock.
@@ -133,7 +141,7 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     replay = _Replay(events, base, scale, names)
     found = replay.found
     kinds, times, sizes, ids, ops = (events[key] for key in ("kind", "time", "bytes", "id", "op"))
-    operators = events["names"]
+    operators = [operator_name(name) for name in events["names"]]
     deltas = (size if kind == MEMORY else 0 for kind, size in zip(kinds, sizes, strict=True))
     levels = list(accumulate(deltas, initial=base))
     top = max(range(len(levels)), key=levels.__getitem__) - 1

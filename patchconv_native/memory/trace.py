@@ -25,7 +25,7 @@ from . import fake as fakes
 from .records import ModuleFacts, Trace
 from .report import MemoryReport
 from .sizes import storage, storages, tensors, total
-from .timeline import STEP, timeline
+from .timeline import STEP, operator_name, timeline
 
 _C = _library.load()
 
@@ -50,7 +50,7 @@ class _Saved:
 
     def pack(self, tensor: Tensor) -> _Kept:
         holder = _Kept(tensor.detach())
-        self._kept.append((weakref.ref(holder), self._at_work(), self._census.operator_name()))
+        self._kept.append((weakref.ref(holder), self._at_work(), operator_name(self._census.operator_name())))
         return holder
 
     def count(self, without: set[int]) -> list[tuple[int | None, str, int]]:
@@ -177,6 +177,7 @@ class _Step:
         self.modules = {module: i for i, (_, module) in enumerate(model.named_modules())}
         self.saved: list[tuple[int | None, str, int]] = []
         self.made: torch.optim.Optimizer | None = None
+        self.counted_work: dict[str, int] = {}
 
     def run(self, model: nn.Module, given: Any) -> MemoryReport:
         inputs, kwargs = given
@@ -208,6 +209,7 @@ class _Step:
             saved = _Saved(census, marks.at_work)
             if self.fake:
                 counted = fakes.Storages(census, self.at)
+                self.counted_work = counted.work
                 counted.there_before([list(model.parameters()), list(model.buffers()), inputs, kwargs])
                 stack.enter_context(counted)
             amp = torch.autocast(self.at.type, dtype=self.amp, enabled=self.amp is not None)
@@ -288,6 +290,7 @@ class _Step:
                 peak=found.peak,
                 saved=sum(size for _, _, size in self.saved),
                 duration=found.duration,
+                work=self.counted_work,
                 notes=notes,
                 error=message,
             )

@@ -1,0 +1,139 @@
+"""The largest batch and the largest image that still fit a budget, by prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory.trace import Loss
+from ..memory.words import size
+from .plans import BudgetError, asked, budget_of, plan
+from .search import MARGIN, Question
+
+MOST = 2**24
+
+
+def _largest(fits: Callable[[int], bool], first: int, most: int = MOST) -> int:
+    """The largest n for which fits(n) holds, if it holds for all smaller ones; 0 if it does not for `first`."""
+    if not fits(first):
+        low, high = 0, first
+    else:
+        low, high = first, first * 2
+        while high < most and fits(high):
+            low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _like(tensor: Any, shape: tuple[int, ...]) -> Any:
+    layout = torch.contiguous_format
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous():
+        layout = torch.channels_last
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta", memory_format=layout)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _answer(
+    owner: str, model: nn.Module, inputs: tuple[Any, ...], budget: int | str, planned: bool, options: dict[str, Any],
+    scaled: Callable[[int], tuple[Any, ...]], first: int,
+) -> int:  # fmt: skip
+    wanted = budget_of(owner, budget)
+    device = options.get("device")
+    question = asked(
+        owner, model, inputs, options.get("kwargs"), options.get("loss"), options.get("optimizer"), device,
+        options.get("train", True), None,
+    )  # fmt: skip
+    room = wanted / (1 + MARGIN[question.device.type])
+
+    def fits(count: int) -> bool:
+        values = scaled(count)
+        if planned:
+            try:
+                plan(model, *values, budget=wanted, **{**options, "device": question.device})
+            except BudgetError:
+                return False
+            return True
+        return _peak(question, values) <= room
+
+    found = _largest(fits, first)
+    if found == 0:
+        raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {size(wanted)}")
+    return found
+
+
+def _peak(question: Question, values: tuple[Any, ...]) -> int:
+    from ..memory.trace import trace
+
+    return trace(
+        question.model, *values, kwargs=question.kwargs, loss=question.loss, optimizer=question.optimizer,
+        device=question.device, fake=True, train=question.train,
+    ).peak  # fmt: skip
+
+
+def max_batch(
+    model: nn.Module,
+    *inputs: Any,
+    budget: int | str,
+    planned: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    device: torch.device | str | None = None,
+    train: bool = True,
+) -> int:
+    """The largest batch with which a step of `model` fits into `budget` bytes, by prediction; nothing is computed.
+
+    inputs: an example of the model's inputs; the first dimension of each tensor that has the first one's batch is
+    scaled. planned: with the best `plan` for each batch, not with the model as it is. ValueError where not even a batch
+    of 1 fits.
+    """
+    batch = next((t.shape[0] for t in inputs if isinstance(t, Tensor) and t.dim()), None)
+    if batch is None:
+        raise TypeError("max_batch: expected inputs to begin with a tensor that has a batch, got none")
+
+    def scaled(count: int) -> tuple[Any, ...]:
+        return tuple(
+            _like(t, (count, *t.shape[1:])) if isinstance(t, Tensor) and t.dim() and t.shape[0] == batch else t
+            for t in inputs
+        )
+
+    options = {"kwargs": kwargs, "loss": loss, "optimizer": optimizer, "device": device, "train": train}
+    return _answer("max_batch", model, inputs, budget, planned, options, scaled, 1)
+
+
+def max_size(
+    model: nn.Module,
+    *inputs: Any,
+    budget: int | str,
+    multiple: int = 32,
+    planned: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    device: torch.device | str | None = None,
+    train: bool = True,
+) -> tuple[int, int]:
+    """The largest (height, width) of the first input, of the example's shape and in multiples of `multiple` pixels a
+    side, with which a step of `model` fits into `budget` bytes. Otherwise as `max_batch`.
+    """
+    first = inputs[0] if inputs else None
+    if not isinstance(first, Tensor) or first.dim() < 3:
+        raise TypeError("max_size: expected the first input to be an image, of 3 dimensions or more")
+    if not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"max_size: expected multiple to be at least 1, got {multiple!r}")
+    height, width = first.shape[-2:]
+    short = min(height, width)
+
+    def sides(count: int) -> tuple[int, int]:
+        return tuple(max(1, round(side * count / short)) * multiple for side in (height, width))  # type: ignore[return-value]
+
+    def scaled(count: int) -> tuple[Any, ...]:
+        return (_like(first, (*first.shape[:-2], *sides(count))), *inputs[1:])
+
+    options = {"kwargs": kwargs, "loss": loss, "optimizer": optimizer, "device": device, "train": train}
+    return sides(_answer("max_size", model, inputs, budget, planned, options, scaled, 1))

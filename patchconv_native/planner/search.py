@@ -1,0 +1,204 @@
+"""A plan for a budget: candidates are tried on fake tensors, from what costs least time to what costs most.
+
+Memory is predicted by `memory.trace(fake=True)` of the model with the candidate applied, so that whatever the layers,
+checkpoints and tiles do to each other is in the prediction. Time is estimated by what the same trace counts, operations
+and bytes moved, at a device's usual balance between the two; it ranks candidates, and promises nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..explain import explain
+from ..memory import fake as fakes
+from ..memory.report import MemoryReport
+from ..memory.trace import Loss, OptimizerLike, trace
+from ..modules import Split
+from ..settings import workspace_limit
+from .strategy import Strategy
+
+# Operations that a device does in the time in which it moves a byte.
+BALANCE = {"cpu": 10.0, "cuda": 100.0}
+HALF_FASTER = 2.0  # operations in half precision
+LINK = 40.0  # bytes that a GPU moves in the time in which one goes to the host
+# By how much a prediction may be too small: a plan keeps that much below its budget.
+MARGIN = {"cpu": 0.03, "cuda": 0.10}
+SMALLER_WORKSPACES = (8 * 2**20, 2**20)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy, tried."""
+
+    strategy: Strategy
+    peak: int
+    """Predicted, in bytes."""
+    time: float
+    """Estimated, in units of the model as it stands."""
+
+
+@dataclass
+class Question:
+    """A model and its step."""
+
+    model: nn.Module
+    inputs: Sequence[Any]
+    kwargs: dict[str, Any] | None
+    loss: Loss | None
+    optimizer: OptimizerLike | None
+    device: torch.device
+    train: bool
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.tried: list[Candidate] = []
+        self._cost: float | None = None
+
+    def report(self, strategy: Strategy) -> MemoryReport:
+        undo = strategy.apply(self.model)
+        try:
+            return trace(
+                self.model, *self.inputs, kwargs=self.kwargs, loss=self.loss, optimizer=self.optimizer,
+                device=self.device, fake=True, train=self.train,
+            )  # fmt: skip
+        finally:
+            undo()
+
+    def candidate(self, strategy: Strategy) -> tuple[Candidate, MemoryReport]:
+        if self.progress is not None:
+            self.progress(str(strategy))
+        report = self.report(strategy)
+        cost = self._seconds(strategy, report)
+        if self._cost is None:
+            self._cost = cost if strategy == Strategy() else self._seconds(Strategy(), self.report(Strategy()))
+        found = Candidate(strategy, report.peak, cost / self._cost)
+        self.tried.append(found)
+        return found, report
+
+    def _seconds(self, strategy: Strategy, report: MemoryReport) -> float:
+        work = report.trace.work
+        moved = work["bytes"] + (2 * LINK * report.saved if strategy.offload else 0)
+        return work["flops"] / BALANCE[self.device.type] / (HALF_FASTER if strategy.amp else 1) + moved
+
+
+def stages(question: Question, room: float | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
+    """Every strategy worth a try, stage by stage, each dearer in time than the one before. The caller stops where
+    something fits into `room` bytes; None: it wants them all.
+    """
+    for allowed in _allowed(amp, offload):
+        base = Strategy(amp=allowed[0], offload=allowed[1])
+        lean = replace(base, convert=True, functional=True)
+        least, report = question.candidate(lean)
+        yield [question.candidate(base)[0], question.candidate(replace(base, convert=True))[0], least]
+        if question.train:
+            partitions = list(blocks(report, question.model))
+            found = [question.candidate(replace(lean, checkpoints=names))[0] for names in partitions]
+            for full in list(found):
+                found += _thinned(question, full, report, room)
+            yield found
+            least = min(least, *found, key=lambda one: one.peak)
+            if len(partitions) > 1:
+                nested = sorted({*partitions[0], *partitions[-1]})
+                both, _ = question.candidate(replace(lean, checkpoints=nested))
+                least = min(least, both, key=lambda one: one.peak)
+                yield [both]
+        for limit in SMALLER_WORKSPACES:
+            if splits := smaller_splits(question, limit):
+                yield [question.candidate(replace(least.strategy, splits=splits))[0]]
+
+
+def _allowed(amp: str | None, offload: bool) -> Iterable[tuple[str | None, bool]]:
+    """Exact first: precision is given away, and tensors to the host, only where nothing else fits."""
+    yield None, False
+    if amp:
+        yield amp, False
+    if offload:
+        yield None, True
+    if amp and offload:
+        yield amp, True
+
+
+def blocks(report: MemoryReport, model: nn.Module) -> Iterator[list[str]]:
+    """Modules to checkpoint, in several sets, of coarse blocks and of fine ones: a set's blocks save at most a part of
+    all that is saved, unless they have no smaller ones inside.
+    """
+    saved = {facts.name: facts.saved for facts in report.trace.modules}
+    whole = saved.get("", 0)
+    seen: set[tuple[str, ...]] = set()
+    for part in (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125):
+        names = tuple(_cut(model, "", saved, whole * part, whole / 200))
+        if names and names not in seen:
+            seen.add(names)
+            yield list(names)
+
+
+def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least: float) -> Iterator[str]:
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        inner = list(child.named_children())
+        if saved.get(full, 0) < least:
+            continue
+        runs = type(child).forward is not nn.Module.forward and "forward" not in vars(child)
+        if runs and inner and (saved[full] <= most or not any(list(c.children()) for _, c in inner)):
+            yield full
+        elif inner:
+            yield from _cut(child, full, saved, most, least)
+
+
+def _thinned(question: Question, full: Candidate, report: MemoryReport, room: float | None) -> list[Candidate]:
+    """The same with fewer checkpoints, as few as fit: those that save much for little time stay longest."""
+    facts = {one.name: one for one in report.trace.modules}
+
+    def worth(name: str) -> float:
+        forward = [s for s in facts[name].stretches if s.phase == "forward"]
+        return facts[name].saved / max(1.0, sum(s.stop - s.start for s in forward))
+
+    order = sorted(full.strategy.checkpoints, key=worth, reverse=True)
+
+    def first(count: int) -> Candidate:
+        return question.candidate(replace(full.strategy, checkpoints=sorted(order[:count])))[0]
+
+    if room is None:
+        return [first(count) for count in sorted({len(order) // 4, len(order) // 2, 3 * len(order) // 4} - {0})]
+    found = []
+    least, most = 0, len(order)
+    while full.peak <= room and most - least > 1:
+        found.append(first((least + most) // 2))
+        least, most = (least, (least + most) // 2) if found[-1].peak <= room else ((least + most) // 2, most)
+    return found
+
+
+def smaller_splits(question: Question, limit: int) -> dict[str, list[int]]:
+    """Pieces of every convolution that a workspace of `limit` bytes would cut and the present one does not."""
+    undo = Strategy(convert=True).apply(question.model)
+    found: dict[str, list[int]] = {}
+    names = {module: name for name, module in question.model.named_modules() if isinstance(module, Split)}
+    handles = []
+
+    def before(module: Any, arguments: Any) -> None:
+        if not arguments or module.splits is not None:
+            return
+        now = explain(arguments[0], module)
+        with workspace_limit(limit):
+            then = explain(arguments[0], module)
+        if then.path == "tiled" and math.prod(then.tiles) > math.prod(now.tiles):
+            entries = found.setdefault(names[module], [1] * len(then.tiles))
+            found[names[module]] = [max(pair) for pair in zip(entries, then.tiles, strict=True)]
+
+    try:
+        handles = [module.register_forward_pre_hook(before) for module in names]
+        device = fakes.fake_device(question.device)
+        values = (question.inputs, question.kwargs or {})
+        with fakes.faked(question.model, values, device) as (mode, (inputs, kwargs)), mode, torch.no_grad():
+            question.model(*inputs, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        undo()
+    return found

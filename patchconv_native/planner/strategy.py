@@ -1,0 +1,159 @@
+"""What a plan turns on in a model, how it is put there and taken off again.
+
+Everything is a module's class, its `splits` or a pair of hooks: parameters, buffers and state_dict stay what they were.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint_modules import checkpoint_modules
+from ..convert import convert
+from ..memory.words import size
+from ..modules import Split
+
+
+@dataclass
+class Strategy:
+    """The settings of a plan. The first is a model as it stands."""
+
+    convert: bool = False
+    """Layers that save less, convolutions in tiles."""
+    functional: bool = False
+    """Provenance through functional code too: sums and concatenations are made again."""
+    splits: dict[str, list[int]] = field(default_factory=dict)
+    """Of convolutions, by module name, where the automatic ones are not small enough."""
+    checkpoints: list[str] = field(default_factory=list)
+    """Modules whose forward runs again in backward."""
+    amp: str | None = None
+    """The dtype of autocast."""
+    offload: bool = False
+    """What is saved for backward waits in the host's memory."""
+
+    def __str__(self) -> str:
+        words = []
+        if self.convert:
+            words.append("convert(functional=True)" if self.functional else "convert")
+        if self.splits:
+            words.append(f"{len(self.splits)} convolutions in more tiles")
+        if self.checkpoints:
+            words.append(f"{len(self.checkpoints)} checkpoint{'s' if len(self.checkpoints) > 1 else ''}")
+        if self.amp:
+            words.append(f"autocast to {self.amp}")
+        if self.offload:
+            words.append("saved tensors on the host")
+        return ", ".join(words) or "the model as it is"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        """Puts it on `model`, in place, and returns what takes it off again. On an error nothing has been changed."""
+        modules = dict(model.named_modules())
+        for name in (*self.splits, *self.checkpoints):
+            if name not in modules:
+                raise ValueError(f"plan: expected the model to have a module named {name!r}, as the plan's had")
+        before = [(module, type(module), vars(module).get("_splits")) for module in modules.values()]
+        handles: list[Any] = []
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+            for module, cls, splits in before:
+                module.__class__ = cls
+                if isinstance(module, Split):
+                    module._splits = splits
+                else:
+                    vars(module).pop("_splits", None)
+
+        try:
+            if self.convert:
+                convert(model, functional=self.functional)
+            for name, entries in self.splits.items():
+                module: Any = modules[name]
+                if not isinstance(module, Split):
+                    raise ValueError(f"plan: expected {name!r} to be a convolution, got {type(module).__name__}")
+                module.splits = tuple(entries)
+            if self.checkpoints:
+                checkpoint_modules(model, self.checkpoints)
+            if self.amp or self.offload:
+                around = _Around(self.amp, self.offload)
+                handles.append(model.register_forward_pre_hook(around.enter, prepend=True))
+                handles.append(model.register_forward_hook(around.leave, always_call=True))
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+
+class _Around:
+    """Contexts around a model's forward pass, from its first hook to its last."""
+
+    def __init__(self, amp: str | None, offload: bool) -> None:
+        self._amp, self._offload = amp, offload
+        self._open: Any = _Open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_amp": self._amp, "_offload": self._offload}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_amp"], state["_offload"])  # type: ignore[misc]
+
+    def enter(self, model: nn.Module, arguments: Any) -> None:
+        stack = ExitStack()
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        if self._amp:
+            stack.enter_context(torch.autocast(device, dtype=getattr(torch, self._amp)))
+        if self._offload:
+            stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
+        self._open.stacks.append(stack)
+
+    def leave(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        if self._open.stacks:
+            self._open.stacks.pop().close()
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.stacks: list[ExitStack] = []
+
+
+_applied: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, Callable[[], None]]]] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, owner: object, undo: Callable[[], None]) -> None:
+    """That `owner` was applied to the model. Plans are taken off in the reverse order."""
+    _applied.setdefault(model, []).append((id(owner), undo))
+
+
+def taken_off(model: nn.Module, owner: object) -> None:
+    """Undoes the last plan applied to the model; ValueError if that was not `owner`."""
+    stack = _applied.get(model, [])
+    if not stack or stack[-1][0] != id(owner):
+        raise ValueError("plan.undo: expected a model that this plan was the last one applied to, got another")
+    stack.pop()[1]()
+
+
+def described(strategy: Strategy, bytes_: dict[str, int]) -> list[str]:
+    """What is done and why, a line each."""
+    lines = []
+    if strategy.convert:
+        what = "layers and functional code" if strategy.functional else "layers"
+        lines.append(f"convert: {what} keep less for backward ({size(bytes_.get('convert', 0))} less at the peak)")
+    for name, entries in strategy.splits.items():
+        lines.append(f"splits {' x '.join(map(str, entries))}: {name}: a smaller workspace")
+    for name in strategy.checkpoints:
+        lines.append(f"checkpoint: {name}: saves {size(bytes_.get(name, 0))}, and runs again in backward")
+    if strategy.amp:
+        lines.append(f"autocast to {strategy.amp}: nothing exact fits")
+    if strategy.offload:
+        lines.append("saved tensors wait on the host: nothing else fits")
+    return lines
