@@ -1,8 +1,8 @@
 """Opens a page in a browser without a window, runs a script in it and gives back what that found.
 
-The browser is the one inside the wheel of kaleido 0.2.1, a whole Chromium (88) with its libraries, or a Chromium or
-Chrome of the system. kaleido starts its browser with a script from the current folder, calls a function in it for every
-line of JSON on its standard input, and prints what comes back: here the script opens the page in a frame.
+The browser is the one inside the wheel of kaleido 0.2.1, a whole Chromium (88) with its libraries. It starts with a
+script from the current folder, calls a function in it for every line of JSON on its standard input and prints what
+comes back: here the script opens the page in a frame.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-breakpad")
 WATCH = """<script>
 var errors = [];
@@ -45,20 +42,16 @@ def carried() -> Path | None:
     return next((folder for folder in found if (folder / "bin" / "kaleido").is_file()), None)
 
 
-def installed() -> str | None:
-    """A browser of the system."""
-    return next(filter(None, map(shutil.which, NAMES)), None)
-
-
 def run(page: str, script: str) -> Any:
     """What `script`, an expression or a call whose promise is awaited, is in the page. `errors` there lists errors."""
     page = page.replace("<head>", f"<head>{WATCH}", 1)
     folder = carried()
+    assert folder is not None, "there is no browser"
     with tempfile.TemporaryDirectory() as place:
-        return _in_kaleido(folder, Path(place), page, script) if folder else _in_chrome(Path(place), page, script)
+        return _answer(folder, Path(place), page, script)
 
 
-def _in_kaleido(folder: Path, place: Path, page: str, script: str) -> Any:
+def _answer(folder: Path, place: Path, page: str, script: str) -> Any:
     (place / "js").mkdir()
     (place / "js" / "kaleido_scopes.js").write_text(IN_A_FRAME)
     environment = {
@@ -84,26 +77,3 @@ def _in_kaleido(folder: Path, place: Path, page: str, script: str) -> Any:
     assert len(answers) == 2 and answers[0]["code"] == 0, done.stdout + done.stderr
     assert answers[1]["code"] == 0, answers[1]["message"]
     return json.loads(answers[1]["result"])
-
-
-def _in_chrome(place: Path, page: str, script: str) -> Any:
-    ending = f"""<script>window.addEventListener("load", async function () {{
-      let found;
-      try {{ found = {{ found: await eval({json.dumps(script).replace("<", chr(92) + "u003c")}) }}; }}
-      catch (error) {{ found = {{ failed: String(error) + " " + error.stack }}; }}
-      const place = document.createElement("pre");
-      place.id = "found"; place.textContent = encodeURIComponent(JSON.stringify(found));
-      document.body.appendChild(place);
-    }});</script></body>"""
-    file = place / "page.html"
-    file.write_text(page.replace("</body>", ending), encoding="utf-8")
-    command = [installed() or "chromium", "--headless", *FLAGS, f"--user-data-dir={place / 'user'}"]
-    command += ["--window-size=1200,900", "--virtual-time-budget=20000", "--dump-dom", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
-    from urllib.parse import unquote
-
-    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert match, done.stderr[-2000:]
-    found = json.loads(unquote(match[1]))
-    assert "found" in found, found
-    return found["found"]

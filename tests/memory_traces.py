@@ -204,6 +204,7 @@ def hostile() -> Trace:
         facts.saved_by = {operator.replace("aten", HOSTILE): count for operator, count in facts.saved_by.items()}
     trace.title = trace.device = trace.amp = trace.error = f"[red]{HOSTILE}"
     trace.notes = [HOSTILE]
+    trace.phases[-1].phase = HOSTILE
     for one in trace.peak.held:
         one.module, one.operator, one.phase = (HOSTILE + word for word in (one.module, one.operator, one.phase))
     trace.peak.module = trace.peak.operator = HOSTILE

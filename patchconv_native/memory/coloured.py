@@ -43,17 +43,21 @@ def show(report: MemoryReport, depth: int | None, console: Console | None) -> No
 def _tree(report: MemoryReport, trees: list[words.Node], depth: int | None, width: int) -> Table:
     from .report import COLUMNS, _depth, numbers
 
+    chosen = _depth(trees) if depth is None else depth
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="cyan")
-    table.add_column("module", no_wrap=True, overflow="ellipsis")
-    table.add_column("type", no_wrap=True, overflow="ellipsis", style="dim", max_width=max(10, width // 4))
+    nodes = [node for tree in trees for node in tree.walk(chosen)]
+    bars = width >= WIDE
+    room = width - (70 if bars else 54)  # what numbers, bars and the gaps between columns leave
+    kinds = max(len(words.flat(node.facts.type)) for node in nodes)
+    names = max(8, min(max(3 * node.depth + len(node.label) for node in nodes), room - min(kinds, max(room // 3, 6))))
+    table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=names)
+    table.add_column("type", no_wrap=True, overflow="ellipsis", style="dim", max_width=max(4, room - names))
     for title in COLUMNS:
         table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True, min_width=8)
-    bars = width >= WIDE
     if bars:
         table.add_column("saved by\nits own code", no_wrap=True, min_width=12)
     most = max((facts.own_saved for facts in report.trace.modules), default=0)
     largest = [max((numbers(f)[i] or 0 for f in report.trace.modules), default=0) for i in range(len(COLUMNS))]
-    chosen = _depth(trees) if depth is None else depth
     stack = [(tree, "", "") for tree in reversed(trees)]
     while stack:
         node, lead, below = stack.pop()

@@ -69,14 +69,13 @@ def _file(name: str) -> str:
 
 def _data(trace: Trace, nodes: list[Node], chart: Chart) -> dict[str, Any]:
     """What the script reads: the chart's scales and curve, and every stay as module, phase, start and stop."""
-    phases = list(PHASES)
+    every = [s.phase for node in nodes for s in node.facts.stretches] + [s.phase for s in trace.phases]
+    phases = list(dict.fromkeys([*PHASES, *every]))
     stays: list[list[float]] = []
     for index, node in enumerate(nodes):
         for s in node.facts.stretches:
-            if s.phase not in phases:
-                phases.append(s.phase)
             stays.append([index, phases.index(s.phase), _rounded(s.start), _rounded(s.stop)])
-    whole = [[phases.index(s.phase) if s.phase in phases else -1, s.start, s.stop] for s in trace.phases]
+    whole = [[phases.index(s.phase), _rounded(s.start), _rounded(s.stop)] for s in trace.phases]
     return {
         "clock": trace.clock,
         "plot": [chart.left, chart.right, chart.top, chart.bottom],

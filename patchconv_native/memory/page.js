@@ -181,7 +181,7 @@
     if (stay) {
       line("span", rows[stay[0]].dataset.name || "(model)");
       line("span", rows[stay[0]].cells[1].textContent + ", " + data.phases[stay[1]]);
-    } else if (phase && phase[0] >= 0) {
+    } else if (phase) {
       line("span", data.phases[phase[0]]);
     }
     readout.hidden = false;

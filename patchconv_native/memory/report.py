@@ -107,7 +107,7 @@ class MemoryReport:
         nodes = [node for tree in trees for node in tree.walk(chosen)]
         cells = [[size(count) if count is not None else "" for count in numbers(node.facts)] for node in nodes]
         widths = [max(len(title), *(len(row[i]) for row in cells)) for i, title in enumerate(COLUMNS)]
-        left = max(20, width - sum(widths) - 2 * len(widths))
+        left = max(12, width - sum(widths) - 2 * len(widths))
         kinds = min(max(len("type"), *(len(node.facts.type) for node in nodes)), left // 3)
         names = min(max(len("module"), *(2 * node.depth + len(node.label) for node in nodes)), left - kinds - 2)
 
