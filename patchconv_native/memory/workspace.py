@@ -29,6 +29,8 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.convolution.default: _stock_forward,
         _aten.convolution_backward.default: _stock_backward,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
+        _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+        torch.ops.patchconv._max_pool_backward.default: _own_max_pool_backward,
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm,
         torch.ops.patchconv._layer_norm.default: _layer_norm,
@@ -87,12 +89,16 @@ def _stock(
         return 257 * weights  # depthwise: sums in blocks of 16 x 16 channels
     reordered = stock > 0 and not (last and _AVX512)
     strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
-    read = given if weight[1] > 3 or groups > 1 else 0
+    # oneDNN's blocks hold 16 channels.
+    blocked, out_blocked = (_bytes((shape[0], -(-shape[1] // 16) * 16, *shape[2:]), dtype) for shape in (size, out))
+    read = blocked if weight[1] > 3 or groups > 1 else 0
     if pass_ == "fprop":
-        return weights + (max(read, made) if reordered else 0)
+        return weights + (max(read + out_blocked - made, out_blocked) if reordered else 0)
     if pass_ == "dgrad":
-        return weights + ((2 * max(given, made // 2) if strided else max(given, made)) if reordered else 0)
-    return max(read + made + weights, 2 * weights) - weights if reordered else 2 * weights
+        if not reordered:
+            return weights + (blocked // size[0] if strided else 0)
+        return weights + (2 * blocked if strided else max(out_blocked + blocked - given, blocked))
+    return max(read + out_blocked + weights, 2 * weights) - weights if reordered else 2 * weights
 
 
 def _pair(found: dict[str, int], weights: int) -> int:
@@ -119,6 +125,11 @@ def _last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def _made_dense(grad: Tensor) -> int:
+    """Of a gradient that is spread over one number, as a sum's."""
+    return 0 if grad.is_contiguous() or _last(grad) else _bytes(grad.shape, grad.dtype)
+
+
 def _ordered(transposed: bool, input: Any, output: Any) -> tuple[Any, Any]:
     """The larger grid first: a transposed convolution is the input's gradient of another one."""
     return (output, input) if transposed else (input, output)
@@ -135,9 +146,9 @@ def _stock_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, 
             )  # fmt: skip
             taken[pass_] = _stock(
                 device, found["stock_workspace_bytes"], _turned(pass_, transposed),
-                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups, _last(grad),
+                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups, _last(input),
             )  # fmt: skip
-    return _pair(taken, _bytes(weight.shape, weight.dtype))
+    return _pair(taken, _bytes(weight.shape, weight.dtype)) + _made_dense(grad)
 
 
 def _turned(pass_: str, transposed: bool) -> str:
@@ -147,6 +158,16 @@ def _turned(pass_: str, transposed: bool) -> str:
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """The CPU's operator makes the input's gradient twice."""
     return args[1].nbytes if device == "cpu" else 0
+
+
+def _max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """The input's gradient and the indices again, where the gradient that comes has another layout than the input."""
+    return args[1].nbytes + args[-1].nbytes if device == "cpu" and _last(args[0]) != _last(args[1]) else 0
+
+
+def _own_max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    grad, places = args[0], args[1]
+    return grad.nbytes if device == "cpu" and _last(grad) != _last(places) else 0
 
 
 def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -206,9 +227,9 @@ def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any
             )  # fmt: skip
             taken[pass_] = _taken(
                 found, device, _turned(pass_, transposed), *_ordered(transposed, size, grad.shape), weight,
-                grad.dtype, a["stride"], a["groups"], _last(grad),
+                grad.dtype, a["stride"], a["groups"], _last(grad if input is None else input),
             )  # fmt: skip
-    return _pair(taken, _bytes(weight, grad.dtype))
+    return _pair(taken, _bytes(weight, grad.dtype)) + _made_dense(grad)
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
