@@ -14,7 +14,18 @@ import time
 from .measure import ROOT
 
 # Each in a process of its own, so that none inherits another's caches and settings.
-SCRIPTS = ("overhead", "resnet", "lean", "lean_error", "lean_speed", "padding", "half", "conv_memory", "conv_speed")
+SCRIPTS = (
+    "overhead",
+    "resnet",
+    "lean",
+    "lean_error",
+    "lean_speed",
+    "checkpointing",
+    "padding",
+    "half",
+    "conv_memory",
+    "conv_speed",
+)
 
 
 def main() -> int:
