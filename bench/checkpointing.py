@@ -30,7 +30,7 @@ from .measure import MIB
 from .resnet import training_step
 
 # Layers, batch and side of the pictures, seconds of timing, rounds under DDP.
-SIZES = {"full": (100, 64, 32, 80.0, 4), "small": (40, 16, 32, 5.0, 2), "tiny": (10, 4, 8, 0.1, 1)}
+SIZES = {"full": (100, 32, 32, 40.0, 3), "small": (40, 16, 32, 5.0, 2), "tiny": (10, 4, 8, 0.1, 1)}
 GROWTH, RANKS = 12, 2
 Run = Callable[..., Tensor]
 
@@ -192,7 +192,7 @@ def measure_all(size: str) -> dict[str, Any]:
     for form in FORMS:
         row: dict[str, Any] = {"form": form, "peak": run("peak", form=form, **shape)["peak"]}
         row |= {"ms": timed["ms"][form], "ratio": timed["ratio"].get(form), "rounds": timed["rounds"]}
-        row["errors"] = run("errors", form=form, **shape | {"batch": min(batch, 16)})
+        row["errors"] = run("errors", form=form, **shape | {"batch": min(batch, 8)})
         row["ddp"] = {
             "peaks": run("under_ddp", what=form, **shape, rounds=0)["ranks"],
             "ms": in_turn["ms"][form], "ratio": in_turn["ratio"].get(form), "rounds": rounds,
