@@ -140,6 +140,10 @@ def errors(form: str, depth: int, batch: int, side: int) -> dict[str, Any]:
     return found
 
 
+def all_errors(**shape: int) -> dict[str, Any]:
+    return {form: errors(form, **shape) for form in FORMS}
+
+
 def rank_of_ddp(rank: int, folder: str, what: str, depth: int, batch: int, side: int, rounds: int) -> None:
     """In one of the processes: the peak of a form's step (what: its name), or times of all (what: "times")."""
     torch.set_num_threads(1)
@@ -184,6 +188,7 @@ def measure_all(size: str) -> dict[str, Any]:
     def run(target: str, **arguments: Any) -> dict[str, Any]:
         return measure.in_fresh_process(f"bench.checkpointing:{target}", 600, **arguments)
 
+    wrong = run("all_errors", **shape | {"batch": min(batch, 8)})
     timed = run("times", **shape, seconds=seconds)
     ddp = run("under_ddp", what="times", **shape, rounds=rounds)["ranks"]
     # A step is over when both ranks are.
@@ -192,7 +197,7 @@ def measure_all(size: str) -> dict[str, Any]:
     for form in FORMS:
         row: dict[str, Any] = {"form": form, "peak": run("peak", form=form, **shape)["peak"]}
         row |= {"ms": timed["ms"][form], "ratio": timed["ratio"].get(form), "rounds": timed["rounds"]}
-        row["errors"] = run("errors", form=form, **shape | {"batch": min(batch, 8)})
+        row["errors"] = wrong[form]
         row["ddp"] = {
             "peaks": run("under_ddp", what=form, **shape, rounds=0)["ranks"],
             "ms": in_turn["ms"][form], "ratio": in_turn["ratio"].get(form), "rounds": rounds,
