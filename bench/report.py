@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure, report_convs, report_kernels, report_tune
+from . import figures, measure, report_checkpointing, report_convs, report_kernels, report_tune
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -276,6 +276,11 @@ def lean_speed(data: dict[str, Any]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def checkpointing(data: dict[str, Any]) -> str:
+    parts = heading(data, "Checkpoints in training, on the CPU"), report_checkpointing.text(data)
+    return "\n".join([*parts, table(report_checkpointing.HEAD, report_checkpointing.lines(data["rows"])), ""])
+
+
 def tune(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: own convolution kernels beside cuDNN")]
     parts.append("cuDNN's time in row strips in units of ours, medians of turns: above 1, ours is faster.\n")
@@ -361,6 +366,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lean": lean,
     "lean_error": lean_error,
     "lean_speed": lean_speed,
+    "checkpointing": checkpointing,
     "gpu": gpu,
     "tune": tune,
 }

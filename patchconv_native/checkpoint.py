@@ -247,13 +247,13 @@ def _set(wanted: list[Any], now: list[Any]) -> None:
             setter(value)
 
 
-def _run_again_without_trace(fn: Callable[..., Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """fn with its keywords, whose calls after the first are recomputations under the settings of the first. A compiler
-    sees fn alone; where it gives up and the checkpoint is run by Python, it is one of these all the same.
+def _run_again_without_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn, given its keywords as a dict, whose calls after the first are recomputations under the settings of the first.
+    A compiler sees fn alone; where it gives up and Python runs the checkpoint, it is one of these all the same.
     """
     settings: list[Any] | None = None
 
-    def run(*args: Any) -> Any:
+    def run(kwargs: dict[str, Any], *args: Any) -> Any:
         nonlocal settings
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
@@ -334,8 +334,8 @@ def checkpoint_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             return fn(*args, **kwargs)
         if in_lean():
             fn = _in_lean(fn)
-    run = _run_again_without_trace(fn, kwargs)
-    return stock.checkpoint(run, *args, use_reentrant=False, **options)
+    # Among the arguments torch looks for devices, also inside of containers, to keep their random state.
+    return stock.checkpoint(_run_again_without_trace(fn), kwargs, *args, use_reentrant=False, **options)
 
 
 def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[[Any], Any]:
