@@ -22,6 +22,16 @@ from torch.utils.flop_counter import flop_registry
 from .sizes import storage, tensors
 from .workspace import workspace
 
+# Operators whose CPU kernels keep channels_last, and whose fake results are contiguous all the same; the argument whose
+# layout it is.
+_KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
+
+
+def _in_layout_of(given: Tensor, made: Tensor | None) -> Tensor | None:
+    if made is None or given.dim() != 4 or not given.is_contiguous(memory_format=torch.channels_last):
+        return made
+    return torch.empty_like(made, memory_format=torch.channels_last)
+
 
 class Storages(TorchDispatchMode):
     """Tells a census of every storage that an operator makes, of its end, and of workspaces in between."""
@@ -42,6 +52,8 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         self.there_before_if_real(args)
         result = func(*args, **kwargs)
+        if func in _KEEP_LAYOUT and self._device.type == "cpu":
+            result = (_in_layout_of(args[_KEEP_LAYOUT[func]], result[0]), *result[1:])
         for tensor in tensors(result):
             self._count(tensor)
         self._add_work(func, args, kwargs, result)
