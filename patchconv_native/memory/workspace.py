@@ -14,7 +14,8 @@ from .. import _library
 
 _C = _library.load()
 _aten = torch.ops.aten
-_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+# Channels in a block of oneDNN's layouts.
+_BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -88,11 +89,12 @@ def _stock(
     if device != "cpu" or stock not in (0, given + made):
         return stock
     if pass_ == "wgrad" and last and weight[1] == 1 and weight[0] == groups and max(weight[2:]) > 3:
-        return 257 * weights  # depthwise: sums in blocks of 16 x 16 channels
-    reordered = stock > 0 and not (last and _AVX512)
+        return (_BLOCK**2 + 1) * weights  # depthwise: as dense blocks of channels
+    reordered = stock > 0 and not last
     strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
-    # oneDNN's blocks hold 16 channels.
-    blocked, out_blocked = (_bytes((shape[0], -(-shape[1] // 16) * 16, *shape[2:]), dtype) for shape in (size, out))
+    blocked, out_blocked = (
+        _bytes((shape[0], -(-shape[1] // _BLOCK) * _BLOCK, *shape[2:]), dtype) for shape in (size, out)
+    )
     read = blocked if weight[1] > 3 or groups > 1 else 0
     if pass_ == "fprop":
         return weights + (max(read + out_blocked - made, out_blocked) if reordered else 0)
