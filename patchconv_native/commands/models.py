@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -45,6 +46,8 @@ class Source:
 
     def without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
         """work(model) of a model whose parameters are on the meta device; of a real one where that does not go."""
+        # torch logs the traceback of what fails on fake tensors, besides raising it.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             with torch.device("meta"):
                 model = self.build()
