@@ -62,9 +62,9 @@ class TestPlan:
         assert plan["device"] == "cuda" and plan["train"] is False and plan["margin"] == 0.1
         peaks = []
         for optimizer in ((), ("--optimizer", "sgd"), ("--optimizer", "adamw"), ("--channels-last",)):
-            assert commands(*words, "--size", "8", "--device", "cpu", *optimizer).code == 0
+            assert commands(*words, "--size", "2", "--device", "cpu", *optimizer).code == 0
             peaks.append(data()["peak"])
-        assert peaks[0] <= peaks[1] <= peaks[2] and peaks[0] < peaks[2] and peaks[3] > 0
+        assert peaks[0] <= peaks[1] < peaks[2] and peaks[3] > 0
 
     def test_amp_and_offload_are_allowed(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: dict = {}
@@ -190,7 +190,7 @@ class TestMistakes:
     def test_failures(self, more: tuple[str, ...], commands: Commands) -> None:
         words = (*SMALL, "--budget", "1GiB", *more)
         said = commands("plan", "%tiny", "--channels", "4", *words).failure("plan")
-        assert "a step with an input of 1 x 4 x 32 x 32 failed: RuntimeError: Given groups=1" in said
+        assert "a step with an input of 1 x 4 x 32 x 32 failed: " in said and "have 3 channels" in said
         said = commands("plan", "%raises", *words).failure("plan")
         assert "models.py:raises did not make a model: ValueError: no such luck" in said
 

@@ -8,7 +8,8 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +47,10 @@ class Source:
 
     def without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
         """work(model) of a model whose parameters are on the meta device; of a real one where that does not go."""
-        # torch logs the traceback of what fails on fake tensors, besides raising it.
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+        with _unlogged():
+            return self._without_memory(work)
+
+    def _without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
         try:
             with torch.device("meta"):
                 model = self.build()
@@ -66,6 +69,18 @@ class Source:
         model = self.build()
         note(f"the model {reason}: its parameters take memory")
         return work(model)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs the traceback of what fails on fake tensors, besides raising it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def find(text: str) -> Source:
