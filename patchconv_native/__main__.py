@@ -1,28 +1,41 @@
-"""The command line: `python -m patchconv_native COMMAND`.
+"""The command line: `python -m patchconv_native COMMAND`, or `patchconv COMMAND`.
 
 A command is a module with a docstring, `add_arguments(parser)` and `run(arguments) -> exit code`; one line in
 COMMANDS makes it known. Modules are imported for their help text, so they import nothing but torch's package
 and the standard library until they run. Exit codes: 0 done, 1 failed while working, 2 asked for something
-impossible.
+impossible, 130 interrupted. An error is one line on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from . import demo, info
+from .commands import bench, plan, trace
+from .commands.shown import Failed, Mistake, flat, near
 
-PROGRAM = "python -m patchconv_native"
-COMMANDS: dict[str, ModuleType] = {"info": info, "demo": demo}
+SCRIPT = "patchconv"
+PROGRAM = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m patchconv_native"
+COMMANDS: dict[str, ModuleType] = {"info": info, "trace": trace, "plan": plan, "bench": bench, "demo": demo}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {flat(message)} (--help explains)\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; a command's help is its module's docstring."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog=PROGRAM,
         description="Exact convolutions for PyTorch in the memory of their input and output alone.",
         epilog=f"`{PROGRAM} COMMAND --help` explains a command.",
@@ -33,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=text.splitlines()[0],
-            description=text,
+            description=text.replace("  patchconv_native ", f"  {PROGRAM} "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(command)
@@ -43,12 +56,29 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; mistakes in the words themselves exit with code 2."""
-    arguments = parser().parse_args(words)
+    top = parser()
+    arguments, unknown = top.parse_known_args(words)
+    if unknown:
+        top.prog = f"{PROGRAM} {arguments.name}"
+        top.error(f"unrecognized arguments: {' '.join(unknown)}{_near(arguments, unknown[0])}")
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except (Mistake, Failed) as error:
+        print(f"patchconv_native {arguments.name}: {flat(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, Mistake) else 1
     except KeyboardInterrupt:
         print(f"\n{PROGRAM} {arguments.name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # who read our output has gone; Python would say so once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _near(arguments: argparse.Namespace, word: str) -> str:
+    known = [f"--{name.replace('_', '-')}" for name in vars(arguments) if name not in ("run", "name", "model")]
+    return near(word.partition("=")[0], known)
 
 
 if __name__ == "__main__":

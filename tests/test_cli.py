@@ -147,6 +147,24 @@ class TestWords:
         assert cli.parser().parse_args(["demo", "--seed", str(seed)]).seed == seed
         torch.Generator().manual_seed(seed)
 
+    def test_a_mistake_is_one_line(self) -> None:
+        done = run("inof")
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("python -m patchconv_native: ") and done.stderr.endswith(" (--help explains)\n")
+
+    def test_script(self) -> None:
+        words = "import sys; sys.argv[0] = '/usr/bin/patchconv'; from patchconv_native.__main__ import main; main()"
+        done = run("trace", "--help", code=words)
+        assert done.returncode == 0 and done.stdout.startswith("usage: patchconv trace ")
+        assert "\n  patchconv trace torchvision:resnet50 " in done.stdout
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        assert '[project.scripts]\npatchconv = "patchconv_native.__main__:main"\n' in pyproject
+
+    def test_every_package_is_packed(self) -> None:
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        for folder in ROOT.glob("patchconv_native/**/__init__.py"):
+            assert f'"{".".join(folder.parent.relative_to(ROOT).parts)}"' in pyproject
+
     def test_interrupt(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         def stop(arguments: object) -> int:
             raise KeyboardInterrupt

@@ -28,5 +28,7 @@ assert (folder / "conv_rules.json").is_file()
 assert all((folder / "memory" / name).is_file() for name in ("page.css", "page.js"))
 info = subprocess.run([sys.executable, "-I", "-m", "patchconv_native", "info"], capture_output=True, text=True)
 assert info.returncode == 0 and "patchconv::conv2d" in info.stdout, info.stdout + info.stderr
+script = Path(sys.executable).with_name("patchconv")
+assert subprocess.run([script, "trace", "--help"], capture_output=True).returncode == 0
 assert not [path.name for path in folder.rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
 print(f"the wheel works: patchconv_native {built['version']} from {folder}")

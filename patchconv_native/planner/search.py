@@ -102,7 +102,7 @@ def stages(question: Question, room: float | None, amp: str | None, offload: boo
             for full in list(found):
                 found += _thinned(question, full, report, room)
             yield found
-            least = min(least, *found, key=lambda one: one.peak)
+            least = min([least, *found], key=lambda one: one.peak)  # found: empty without blocks
             if len(partitions) > 1:
                 nested = sorted({*partitions[0], *partitions[-1]})
                 both, _ = question.candidate(replace(lean, checkpoints=nested))

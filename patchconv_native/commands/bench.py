@@ -1,0 +1,213 @@
+"""Compares a model's step, or one convolution, as it is with the same converted: time and memory, on this machine.
+
+Both are timed in turns, one after the other in every round, and the answer is the median over the rounds of the
+time converted in units of stock's, with the lowest and the highest. Memory is counted by a traced step of each, apart
+from the timing. Without MODEL one convolution is measured: IN channels to OUT, K x K pixels, zero padding. Its step has
+the gradient of the input too, as inside of a network. An optimizer's rate is 0.
+
+  patchconv_native bench --conv 64x64x3 --size 1024
+  patchconv_native bench torchvision:resnet18 --size 512 --batch 4 --functional --json bench.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import patchconv_native as pc
+
+from ..memory.trace import sum_of
+from ..memory.words import size
+from . import models, options
+from .shown import Failed, Mistake, Progress, line, out_of_memory, wrote
+
+LEAST = 0.1
+"""Seconds that a timing takes at least: what is faster runs several times."""
+CONV = (64, 64, 3)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser, nargs="?")
+    parser.add_argument("--conv", type=_conv, metavar="INxOUTxK", help="one convolution instead of a model (64x64x3)")
+    options.add_step(parser, "autocast to this dtype, both")
+    parser.add_argument("--functional", action="store_true", help="converted by pc.convert(model, functional=True)")
+    parser.add_argument("--rounds", type=options.whole(1, 1000), default=7, metavar="N", help="of timing both (7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the answer with every timing")
+    options.add_quiet(parser)
+
+
+def _conv(text: str) -> tuple[int, int, int]:
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(x[1-9][0-9]{0,5}){2}", text):
+        raise argparse.ArgumentTypeError(f"expected INxOUTxK such as 64x64x3, got {text!r}")
+    first, second, kernel = (int(part) for part in text.split("x"))
+    return first, second, kernel
+
+
+@dataclass
+class Side:
+    """One of the two that are compared."""
+
+    model: nn.Module
+    input: Tensor
+    run: Callable[[], None]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options.check_step(arguments)
+    if arguments.model and arguments.conv:
+        raise Mistake("expected either MODEL or --conv, got both")
+    device = options.device(arguments.device, computed=True)
+    options.files(json=arguments.json)
+    if arguments.model:
+        name, source = arguments.model, models.find(arguments.model)
+    else:
+        first, second, kernel = arguments.conv or CONV
+        if arguments.channels not in (3, first):
+            raise Mistake(f"--channels: a convolution of {first} channels has an input of {first}")
+        arguments.channels = first
+        if arguments.size is not None and len(arguments.size) != 2:
+            raise Mistake("--size: expected two numbers for a convolution")
+        name = f"a convolution of {first} to {second} channels, {kernel} x {kernel}"
+        source = models.Source(name, lambda: nn.Conv2d(first, second, kernel, padding=kernel // 2))
+    shape = options.shape(arguments, (224, 224) if arguments.model else (512, 512))
+    try:
+        facts = _measured(source, arguments, device, shape)
+    except (Failed, Mistake):
+        raise
+    except Exception as error:
+        what = "out of memory" if out_of_memory(error) else "a step failed"
+        raise Failed(f"{what} with an input of {options.said(shape)}: {line(error)}") from error
+    _print(name, shape, device, facts)
+    if arguments.json is not None:
+        facts = {"what": name, "input": list(shape), "device": str(device), "step": _step(arguments), **facts}
+        arguments.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        wrote([arguments.json])
+    return 0
+
+
+def _step(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("eval", "amp", "optimizer", "channels_last", "functional")
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _measured(
+    source: models.Source, arguments: argparse.Namespace, device: torch.device, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    with Progress(arguments.quiet, total=arguments.rounds + 3) as progress:
+        progress.next("building")
+        model = options.ready(source.build(), arguments, device)
+        x = options.example(model, shape, arguments, device).requires_grad_(not arguments.model and not arguments.eval)
+        ours = pc.convert(copy.deepcopy(model), functional=arguments.functional)
+        converted = len(pc.convert_report(ours).converted)
+        sides = [_side(one, x, arguments) for one in (model, ours)]
+        progress.next("warming up")
+        for side in sides:
+            side.run()
+        times = max(1, math.ceil(LEAST / max(_seconds(sides[0], 1, device), 1e-6)))
+        seconds: list[list[float]] = []
+        for _ in range(arguments.rounds):
+            progress.next("timing")
+            seconds.append([_seconds(side, times, device) for side in sides])
+        progress.next("counting memory")
+        for side in sides:
+            side.model.zero_grad(set_to_none=True)
+            side.input.grad = None
+        reports = [_traced(side, arguments, device) for side in sides]
+    ratios = [theirs[1] / theirs[0] for theirs in seconds]
+    return {
+        "torch": torch.__version__,
+        "package": pc.__version__,
+        "threads": torch.get_num_threads(),
+        "converted_layers": converted,
+        "steps_a_timing": times,
+        "seconds": {"stock": [pair[0] for pair in seconds], "converted": [pair[1] for pair in seconds]},
+        "median_seconds": [statistics.median(pair[i] for pair in seconds) for i in range(2)],
+        "ratio": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
+        "peak": {"stock": reports[0].peak, "converted": reports[1].peak},
+        "transient": {"stock": reports[0].transient, "converted": reports[1].transient},
+        "saved": {"stock": reports[0].saved, "converted": reports[1].saved},
+    }
+
+
+def _side(model: nn.Module, x: Tensor, arguments: argparse.Namespace) -> Side:
+    make = options.OPTIMIZERS.get(arguments.optimizer)
+    optimizer = None if make is None else make([p for p in model.parameters() if p.requires_grad])
+    dtype = getattr(torch, arguments.amp) if arguments.amp else None
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        amp = torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None)
+        with torch.set_grad_enabled(not arguments.eval), amp:
+            output = model(x)
+            if arguments.eval:
+                return
+            loss = sum_of(output)
+        del output
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return Side(model, x, step)
+
+
+def _seconds(side: Side, times: int, device: torch.device) -> float:
+    """Of one step, as the mean of several."""
+    _wait(device)
+    begun = time.perf_counter()
+    for _ in range(times):
+        side.run()
+    _wait(device)
+    return (time.perf_counter() - begun) / times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _traced(side: Side, arguments: argparse.Namespace, device: torch.device) -> Any:
+    return pc.memory.trace(
+        side.model,
+        side.input,
+        optimizer=options.OPTIMIZERS.get(arguments.optimizer),
+        amp=getattr(torch, arguments.amp) if arguments.amp else None,
+        device=device,
+        train=not arguments.eval,
+    )
+
+
+def _print(name: str, shape: tuple[int, ...], device: torch.device, facts: dict[str, Any]) -> None:
+    print(f"{name}, input {options.said(shape)} ({device}, {facts['threads']} threads, torch {facts['torch']})")
+    rows = [("", "stock", "converted", "ratio")]
+    stock, ours = facts["median_seconds"]
+    ratio = facts["ratio"]
+    rows.append(("time of a step, median", _time(stock), _time(ours), f"{ratio['median']:.3f}"))
+    for key, title in (("peak", "peak memory"), ("transient", "above what was there"), ("saved", "kept for backward")):
+        one, other = facts[key]["stock"], facts[key]["converted"]
+        rows.append((title, size(one), size(other), f"{other / one:.3f}" if one else ""))
+    wide = [max(len(row[i]) for row in rows) for i in range(4)]
+    for row in rows:
+        numbers = "".join(f"  {cell:>{columns}}" for cell, columns in zip(row[1:], wide[1:], strict=True))
+        print(f"{row[0]:<{wide[0]}}{numbers}".rstrip())
+    count = len(facts["seconds"]["stock"])
+    print(f"ratios of {count} rounds of {facts['steps_a_timing']}: {ratio['least']:.3f} to {ratio['most']:.3f}")
+    if ratio["least"] <= 1 <= ratio["most"]:
+        print("the rounds do not agree on which of the two is faster")
+    print(f"{facts['converted_layers']} layers were converted")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
