@@ -54,14 +54,16 @@ def run(code: str) -> dict[str, Any]:
 
 def test_forward() -> None:
     found = run("""
-want = torch.nn.functional.conv2d(x.double(), w.double(), padding=1).float()
-leave(128 + 60)
-stock = error_of(lambda: torch.nn.functional.conv2d(x, w, padding=1))
+want = torch.nn.functional.conv2d(x, w, padding=1)
+leave(128 + 110)
 y, said = told(lambda: pc.functional.conv2d(x, w, padding=1))
+path, error = pc.last_path()["path"], max(float((a - b).abs().max()) for a, b in zip(y[0], want[0]))
+del y
 again = told(lambda: pc.functional.conv2d(x, w, padding=1))[1]
+stock = error_of(lambda: torch.nn.functional.conv2d(x, w, padding=1))
 print(json.dumps({
-    "stock": stock, "said": said, "again": again, "error": float((y - want).abs().max()),
-    "path": pc.last_path()["path"], "limit": pc.workspace_limit(),
+    "stock": stock, "said": said, "again": again, "error": error,
+    "path": path, "limit": pc.workspace_limit(),
 }))
 """)
     assert "can't allocate memory" in found["stock"]
@@ -80,8 +82,9 @@ x.requires_grad_(), w.requires_grad_()
 y = pc.functional.conv2d(x, w, padding=1)
 g = torch.ones(()).expand(y.shape)
 want = torch.autograd.grad(y, (x, w), g, retain_graph=True)
-leave(128 + 128 + 40)
+leave(128 + 128 + 90)
 got, said = told(lambda: torch.autograd.grad(y, (x, w), g))
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want)]
 print(json.dumps({"said": said, "errors": errors}))
 """)
@@ -91,7 +94,7 @@ print(json.dumps({"said": said, "errors": errors}))
 
 def test_splits_that_were_given() -> None:
     found = run("""
-leave(128 + 40)
+leave(128 + 90)
 y, said = told(lambda: pc.functional.conv2d(x, w, padding=1, splits=2))
 print(json.dumps({"said": said, "tiles": pc.last_path()["tiles"]}))
 """)
@@ -109,4 +112,4 @@ error, said = told(lambda: error_of(lambda: conv(x)))
 print(json.dumps({{"error": error, "said": said, "splits": conv.splits, "limit": pc.workspace_limit()}}))
 """)
     assert "can't allocate memory" in found["error"] and found["said"] == []
-    assert found["splits"] == (None if splits == "None" else [4, 1]) and found["limit"] == 100 * 2**30
+    assert found["splits"] == (None if splits == "None" else 4) and found["limit"] == 100 * 2**30

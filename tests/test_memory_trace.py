@@ -261,6 +261,8 @@ def test_what_is_refused() -> None:
         trace(model, x, device="cuda")
     with pytest.raises(ValueError, match="expected device to be a CPU or a CUDA device, got meta"):
         trace(model, x, device="meta")
+    with pytest.raises(ValueError, match="expected fake=True with tensors on the meta device"):
+        trace(model, x.to("meta"))
     with pytest.raises(ValueError, match="expected snapshot only for a real step on CUDA"):
         trace(model, x, snapshot="s.pickle")
     with pytest.raises(ValueError, match="expected an output that requires a gradient, or train=False"):
@@ -355,6 +357,13 @@ def test_a_prediction_takes_no_memory_and_leaves_the_model() -> None:
     assert now == own and torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert report.trace.work["flops"] > 64 * 4096**2 * 3 * 16 * 9 * 2
+
+
+def test_a_model_that_is_nowhere() -> None:
+    with torch.device("meta"):
+        model = residual()
+    real = trace(residual(), torch.randn(2, 3, 24, 24), fake=True)
+    assert trace(model, torch.empty(2, 3, 24, 24, device="meta"), fake=True).peak == real.peak
 
 
 def test_fake_work_is_that_of_the_flop_counter() -> None:

@@ -105,7 +105,7 @@ def test_the_grid_is_worth_something() -> None:
     """Some budgets need nothing, some conversion, some checkpoints, some cannot be had."""
     assert len(GRID) >= 40
     kinds = set()
-    for share in (1.2, 0.8, 0.5, 0.05):
+    for share in (1.2, 0.8, 0.6, 0.05):
         model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
         try:
             strategy = pc.plan(model, x, budget=int(trace(model, x).peak * share)).strategy
@@ -126,7 +126,7 @@ def test_gradients_and_statistics_stay(name: str) -> None:
         plan = pc.plan(other, x, budget=1)
     except pc.BudgetError as error:
         plan = error.plan
-    assert plan.strategy.checkpoints
+    assert plan.strategy.checkpoints or plan.strategy.splits
     plan.apply(other)
     outputs = [one(x).square().mean() for one in (model, other)]
     for value in outputs:
@@ -204,7 +204,7 @@ def test_as_a_file(tmp_path: Any) -> None:
 
 def test_its_words() -> None:
     model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
-    plan = pc.plan(model, x, budget=int(0.5 * trace(model, x).peak))
+    plan = pc.plan(model, x, budget=int(0.6 * trace(model, x).peak))
     text = str(plan)
     for word in ("budget", "peak", "predicted", "time", "convert", "checkpoint", "runs again in backward"):
         assert word in text, word

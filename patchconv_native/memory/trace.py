@@ -26,6 +26,7 @@ from .records import ModuleFacts, Trace
 from .report import MemoryReport
 from .sizes import storage, storages, tensors, total
 from .timeline import STEP, operator_name, timeline
+from .words import OUTSIDE
 
 _C = _library.load()
 
@@ -39,6 +40,12 @@ def sum_of(output: Any) -> Tensor:
     if not parts:
         raise ValueError("memory.trace: expected an output that requires a gradient, or train=False; got none")
     return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts]).sum()
+
+
+def device_of(model: nn.Module, inputs: Any) -> torch.device:
+    """Where the model is, or else its inputs; of what is nowhere (meta tensors), the CPU."""
+    every = (*model.parameters(), *model.buffers(), *tensors(inputs))
+    return next((t.device for t in every if t.device.type != "meta"), torch.device("cpu"))
 
 
 class _Saved:
@@ -144,12 +151,14 @@ def trace(
         raise TypeError(f"memory.trace: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if amp is not None and not isinstance(amp, torch.dtype):
         raise TypeError(f"memory.trace: expected amp to be a dtype such as torch.bfloat16, got {amp!r}")
-    own = next((t.device for t in (*model.parameters(), *model.buffers(), *tensors(inputs))), torch.device("cpu"))
+    own = device_of(model, inputs)
     where = own if device is None else torch.device(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"memory.trace: expected device to be a CPU or a CUDA device, got {where}")
     if not fake and where.type != own.type:
         raise ValueError(f"memory.trace: expected device to be the model's, {own.type}, or fake=True, got {where.type}")
+    if not fake and any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers(), *tensors(inputs))):
+        raise ValueError("memory.trace: expected fake=True with tensors on the meta device, which hold nothing")
     if snapshot is not None and (fake or where.type != "cuda"):
         raise ValueError("memory.trace: expected snapshot only for a real step on CUDA, got one for another")
     step = _Step(model, inputs, kwargs or {}, loss or sum_of, optimizer, amp, where, fake, train)
@@ -274,7 +283,9 @@ class _Step:
         if error is not None:
             message = f"{type(error).__name__}: {error}"
             if found.refused is not None:
-                notes.append(f"{found.refused[0]} bytes were refused to {found.refused[1]} in {found.refused[2]!r}")
+                notes.append(
+                    f"{found.refused[0]} bytes were refused to {found.refused[1]}, {found.refused[2] or OUTSIDE}"
+                )
         return MemoryReport(
             Trace(
                 title=type(model).__name__,

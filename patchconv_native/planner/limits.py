@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory.trace import Loss
+from ..memory.trace import Loss, trace
 from ..memory.words import size
-from .plans import BudgetError, asked, budget_of, plan
+from .plans import Frontier, asked, budget_of, plan
 from .search import MARGIN, Question
+from .strategy import Strategy
 
 MOST = 2**24
 
@@ -43,32 +44,33 @@ def _answer(
     scaled: Callable[[int], tuple[Any, ...]], first: int,
 ) -> int:  # fmt: skip
     wanted = budget_of(owner, budget)
-    device = options.get("device")
-    question = asked(
-        owner, model, inputs, options.get("kwargs"), options.get("loss"), options.get("optimizer"), device,
-        options.get("train", True), None,
-    )  # fmt: skip
+    question = asked(owner, model, inputs, progress=None, **options)
     room = wanted / (1 + MARGIN[question.device.type])
 
-    def fits(count: int) -> bool:
-        values = scaled(count)
-        if planned:
-            try:
-                plan(model, *values, budget=wanted, **{**options, "device": question.device})
-            except BudgetError:
-                return False
-            return True
-        return _peak(question, values) <= room
+    def largest(strategy: Strategy) -> int:
+        undo = strategy.apply(model)
+        try:
+            return _largest(lambda count: _peak(question, scaled(count)) <= room, first)
+        finally:
+            undo()
 
-    found = _largest(fits, first)
+    found = largest(Strategy())
+    if planned:
+        # What takes least at one size need not at another: the best of each of two sizes is tried at all.
+        for count in (first, max(first, found)):
+            found = max(found, largest(_least(model, scaled(count), options)))
     if found == 0:
         raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {size(wanted)}")
     return found
 
 
-def _peak(question: Question, values: tuple[Any, ...]) -> int:
-    from ..memory.trace import trace
+def _least(model: nn.Module, values: tuple[Any, ...], options: dict[str, Any]) -> Strategy:
+    """The strategy with the least peak."""
+    found: Frontier = plan(model, *values, frontier=True, **options)
+    return min(found.plans, key=lambda one: one.peak).strategy
 
+
+def _peak(question: Question, values: tuple[Any, ...]) -> int:
     return trace(
         question.model, *values, kwargs=question.kwargs, loss=question.loss, optimizer=question.optimizer,
         device=question.device, fake=True, train=question.train,
@@ -89,8 +91,8 @@ def max_batch(
     """The largest batch with which a step of `model` fits into `budget` bytes, by prediction; nothing is computed.
 
     inputs: an example of the model's inputs; the first dimension of each tensor that has the first one's batch is
-    scaled. planned: with the best `plan` for each batch, not with the model as it is. ValueError where not even a batch
-    of 1 fits.
+    scaled. planned: with the `plan` that takes least, not with the model as it is. ValueError where not even a batch of
+    1 fits.
     """
     batch = next((t.shape[0] for t in inputs if isinstance(t, Tensor) and t.dim()), None)
     if batch is None:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory.sizes import tensors
-from ..memory.trace import Loss
+from ..memory.trace import Loss, device_of
 from ..memory.words import size
 from ..settings import parse_bytes
 from .search import MARGIN, Candidate, Question, stages
@@ -141,8 +140,7 @@ def asked(
         raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{owner}: expected optimizer to be a function of parameters, got {type(optimizer).__name__}")
-    own = next((t.device for t in (*model.parameters(), *model.buffers(), *tensors(inputs))), torch.device("cpu"))
-    where = own if device is None else torch.device(device)
+    where = device_of(model, inputs) if device is None else torch.device(device)
     if where.type not in MARGIN:
         raise ValueError(f"{owner}: expected device to be a CPU or a CUDA device, got {where}")
     return Question(model, inputs, kwargs, loss, optimizer, where, train, progress)
