@@ -82,12 +82,13 @@ class _Kept:
 
 
 class _Marks:
-    """Module hooks of this thread, which tell the census who is at work. They are global: the model keeps its own."""
+    """Module hooks which tell the census who is at work. They are global: the model keeps its own."""
 
     def __init__(self, census: Any, modules: dict[nn.Module, int]) -> None:
         self._census, self._modules = census, modules
         self._thread = threading.get_ident()
         self.open: list[int] = []
+        self.in_backward = False
 
     def at_work(self) -> int | None:
         return self.open[-1] if self.open else None
@@ -103,8 +104,9 @@ class _Marks:
             handle.remove()
 
     def _mine(self, module: nn.Module) -> int | None:
-        # Backward of a GPU runs on threads of autograd's own, and what is run again there has no order with us.
-        return self._modules.get(module) if threading.get_ident() == self._thread else None
+        # A GPU's backward pass, and what a checkpoint runs again in it, is on a thread of autograd's own; ours waits.
+        ours = self.in_backward or threading.get_ident() == self._thread
+        return self._modules.get(module) if ours else None
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         if (number := self._mine(module)) is not None:
@@ -231,7 +233,9 @@ class _Step:
                 del output
                 self.saved = saved.count(own)
             with self.phase(census, "backward"):
+                marks.in_backward = True
                 value.backward()
+                marks.in_backward = False
                 del value
             if self.optimizer is not None:
                 with self.phase(census, "optimizer"):
