@@ -115,6 +115,10 @@ TORCH_LIBRARY(patchconv, m) {
       "_batch_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
       "var, "
       "bool training, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  // The input's gradient in the place of `grad`; those of weight and bias.
+  m.def(
+      "_batch_norm_backward_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
+      "Tensor var, bool training, float eps, bool relu, bool[2] output_mask) -> (Tensor, Tensor)");
   m.def(
       "_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor, Tensor, Tensor)");

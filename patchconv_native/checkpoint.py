@@ -136,10 +136,20 @@ class _Again(TorchFunctionMode):
                     self._places.append((module._buffers, name, buffer))
 
     def leave(self, module: nn.Module) -> None:
+        if module._buffers is not None and any(buffers is module._buffers for buffers, _, _ in self._places):
+            # Here, not at the end: what a caller had put into the module for this call (functional_call) goes with it.
+            self._restore([place for place in self._places if place[0] is module._buffers])
+            self._places = [place for place in self._places if place[0] is not module._buffers]
         if self._outside_of and self._outside_of[-1] is module:
             self._outside_of.pop()
             if not self._outside_of:
                 self._put_in()
+
+    @staticmethod
+    def _restore(places: list[tuple[dict[str, Tensor | None], str, Tensor]]) -> None:
+        for buffers, key, original in places:
+            if buffers.get(key) is not original:
+                buffers[key] = original
 
     def _take_out(self) -> None:
         """Off the stack of modes, where `lean` may have put others since."""
@@ -156,6 +166,8 @@ class _Again(TorchFunctionMode):
             torch.overrides._push_mode(mode)
 
     def _in_place_of(self, tensor: Any) -> Any:
+        if type(tensor) in (list, tuple):  # of a _foreach function
+            return type(tensor)(map(self._in_place_of, tensor))
         if id(tensor) not in self._copies:
             return tensor
         original, copy = self._copies[id(tensor)]
@@ -209,9 +221,7 @@ class _Again(TorchFunctionMode):
             super().__exit__(kind, error, traceback)
         _running.stack.pop()
         _hook(-1)
-        for buffers, key, original in self._places:
-            if buffers.get(key) is not original:
-                buffers[key] = original
+        self._restore(self._places)
         for buffer, value in reversed(self._values):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
@@ -312,7 +322,9 @@ def checkpoint(
     cannot be called; torch's errors for the rest. TorchScript in fn needs early_stop=False and, lest it saves other
     tensors the second time, torch.jit.optimized_execution(False), as with torch's. Compile a checkpoint, or a module in
     fn, but no function in it. Not seen, and moved twice: statistics that a TorchScript or compiled function (not
-    module) is given, and state under other names, as spectral_norm's.
+    module) is given, state under other names, as spectral_norm's, and what torch's own checkpoint around fn or inside
+    of it runs again. What fn reads of running statistics, the second run reads as the first has left them: a norm that
+    computes with them while it trains (batch renormalization) gets other gradients.
     """
     _callable("checkpoint", "fn", fn)
     _no_reentry("checkpoint", use_reentrant)

@@ -50,6 +50,10 @@ class _Checkpointed(nn.Module):
         return module.__prepare_scriptable__() if hasattr(module, "__prepare_scriptable__") else module
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    return isinstance(module, _Checkpointed)
+
+
 def _restored(create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     module = create(*arguments)
     module.__class__ = _checkpointed_class(type(module))

@@ -172,6 +172,12 @@ auto make_node(const Tensors&... tensors) {
   return node;
 }
 
+// Whether a gradient that came to a node is the node's alone, which then may write over it.
+inline bool nobody_else_has(const at::Tensor& grad) {
+  return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
+         grad.is_non_overlapping_and_dense();
+}
+
 // Whether a call must be recorded: by this library's node, or, under forward-mode AD, by stock PyTorch's.
 template <typename... Tensors>
 bool needs_node(const Tensors&... tensors) {

@@ -146,8 +146,18 @@ class BatchNormBackward final : public NormNode {
           return stock_activation(z, activation);
         });
       }
-      auto [grad_input, grad_weight, grad_bias] = batch_norm_backward(
-          grad, input.get(*this), w, get_bias(), average, variance, training, eps, activation, want);
+      const Tensor x = input.get(*this);
+      Tensor grad_input, grad_weight, grad_bias;
+      if (want[0] && x.is_cpu() && nobody_else_has(grad) && grad.strides() == x.strides() &&
+          grad.scalar_type() == x.scalar_type() && activation != Activation::kSilu) {
+        grad_input = grad;
+        std::tie(grad_weight, grad_bias) =
+            batch_norm_backward_(grad, x, w, get_bias(), average, variance, training, eps,
+                                 activation == Activation::kRelu, {want[1], want[2]});
+      } else {
+        std::tie(grad_input, grad_weight, grad_bias) =
+            batch_norm_backward(grad, x, w, get_bias(), average, variance, training, eps, activation, want);
+      }
       if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
       if (want[2]) grad_bias = grad_bias.to(bias_dtype);
       return on_edges(want[0] ? grad_input : Tensor(), grad_weight, grad_bias);

@@ -57,6 +57,19 @@ Gradients batch_norm_backward_with_aten(const at::Tensor& grad, const at::Tensor
                                         const at::Tensor& mean, const at::Tensor& var, bool training,
                                         double eps, int64_t activation, std::array<bool, 3> mask);
 
+// patchconv::_batch_norm_backward_: the same, the input's gradient written over `grad`. On the CPU without
+// other memory than the parameters' gradients, which are returned.
+std::tuple<at::Tensor, at::Tensor> batch_norm_backward_(at::Tensor grad, const at::Tensor& input,
+                                                        const OptionalTensor& weight,
+                                                        const OptionalTensor& bias, const at::Tensor& mean,
+                                                        const at::Tensor& var, bool training, double eps,
+                                                        bool relu, std::array<bool, 2> mask);
+
+std::tuple<at::Tensor, at::Tensor> batch_norm_backward_with_aten_(
+    at::Tensor& grad, const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    const at::Tensor& mean, const at::Tensor& var, bool training, double eps, bool relu,
+    std::array<bool, 2> mask);
+
 at::Tensor inverse_deviation(const at::Tensor& var, double eps);
 
 // What batch norm is below autograd.

@@ -114,6 +114,7 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
   m.impl("_normalize", &normalize_with_aten);
   m.impl("_normalize_masked", &normalize_masked_with_aten);
   m.impl("_batch_norm_backward", &batch_norm_backward_with_aten);
+  m.impl("_batch_norm_backward_", &batch_norm_backward_with_aten_);
   m.impl("_group_norm", &group_norm_with_aten);
   m.impl("_group_norm_again", &group_norm_again_with_aten);
   m.impl("_group_norm_backward", &group_norm_backward_with_aten);
@@ -207,6 +208,18 @@ Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input,
                   : at::native_batch_norm_backward(g, input, scale, mean, var, {}, {}, false, eps, mask);
 }
 
+std::tuple<Tensor, Tensor> batch_norm_backward_with_aten_(Tensor& grad, const Tensor& input,
+                                                          const OptionalTensor& weight,
+                                                          const OptionalTensor& bias, const Tensor& mean,
+                                                          const Tensor& var, bool training, double eps,
+                                                          bool relu, std::array<bool, 2> mask) {
+  const auto activation = static_cast<int64_t>(relu ? Activation::kRelu : Activation::kNone);
+  auto [grad_input, grad_weight, grad_bias] = batch_norm_backward_with_aten(
+      grad, input, weight, bias, mean, var, training, eps, activation, {true, mask[0], mask[1]});
+  grad.copy_(grad_input);
+  return {grad_weight, grad_bias};
+}
+
 std::tuple<Tensor, Tensor, Tensor> group_norm_with_aten(const Tensor& input, const OptionalTensor& weight,
                                                         const OptionalTensor& bias, int64_t groups,
                                                         double eps, int64_t activation,
@@ -271,6 +284,18 @@ Gradients batch_norm_backward(const Tensor& grad, const Tensor& input, const Opt
   const auto dtype = mean.scalar_type();
   return op.call(grad, input, parameter(weight, dtype), parameter(bias, dtype), mean, var, training, eps,
                  static_cast<int64_t>(activation), mask);
+}
+
+std::tuple<Tensor, Tensor> batch_norm_backward_(Tensor grad, const Tensor& input,
+                                                const OptionalTensor& weight, const OptionalTensor& bias,
+                                                const Tensor& mean, const Tensor& var, bool training,
+                                                double eps, bool relu, std::array<bool, 2> mask) {
+  static const auto op = handle<std::tuple<Tensor, Tensor>(
+      Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+      bool, double, bool, std::array<bool, 2>)>("_batch_norm_backward_");
+  const auto dtype = mean.scalar_type();
+  return op.call(grad, input, parameter(weight, dtype), parameter(bias, dtype), mean, var, training, eps,
+                 relu, mask);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_parts(const Tensor& input, const OptionalTensor& weight,

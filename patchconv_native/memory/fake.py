@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,9 @@ from .workspace import workspace
 _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
 
 
+_UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
+
+
 def _in_layout_of(given: Tensor, made: Tensor | None) -> Tensor | None:
     if made is None or given.dim() != 4 or not given.is_contiguous(memory_format=torch.channels_last):
         return made
@@ -42,6 +46,7 @@ class Storages(TorchDispatchMode):
         self._known: set[int] = set()
         self._blocks = itertools.count(1)
         self.work = {"flops": 0, "bytes": 0}
+        self._real: dict[int, Tensor] = {}
 
     def there_before(self, values: Any) -> None:
         for tensor in tensors(values):
@@ -50,6 +55,11 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _UNKNOWN:
+            raise NotImplementedError(
+                f"memory.trace: fake=True does not serve {func}: what recurrent layers keep for backward is not known "
+                "without running them"
+            )
         self.there_before_if_real(args)
         result = func(*args, **kwargs)
         if func in _KEEP_LAYOUT and self._device.type == "cpu":
@@ -70,13 +80,21 @@ class Storages(TorchDispatchMode):
         flops = flop_registry.get(func._overloadpacket)
         if flops is not None:
             self.work["flops"] += flops(*args, **kwargs, out_val=result)
-        self.work["bytes"] += sum(t.nbytes for t in (*tensors(args), *tensors(result)))
+        self.work["bytes"] += sum(t.nbytes for t in (*tensors(args), *tensors(result)) if t.layout == torch.strided)
 
     def there_before_if_real(self, values: Any) -> None:
         """A real tensor that code brings along (a constant of the module's) was there before."""
         for tensor in tensors(values):
             if not isinstance(tensor, FakeTensor):
                 self.there_before(tensor)
+                if tensor.requires_grad:
+                    self._real[id(tensor)] = tensor
+
+    def forget_gradients(self) -> None:
+        """Fake gradients of real tensors: a loss's own parameters."""
+        for tensor in self._real.values():
+            if isinstance(tensor.grad, FakeTensor):
+                tensor.grad = None
 
     def _count(self, tensor: Tensor) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type:
@@ -130,5 +148,17 @@ def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple
     named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     state = {name: once(tensor) for name, tensor in named}
     given = torch.utils._pytree.tree_map_only(Tensor, once, values)
-    with stateless._reparametrize_module(model, state):
-        yield mode, given
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is raised a second time, with its traceback
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    # The average of all batches needs their number, which a fake count has not.
+    cumulative = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
+    try:
+        for module in cumulative:
+            module.momentum = 0.1
+        with stateless._reparametrize_module(model, state):
+            yield mode, given
+    finally:
+        log.setLevel(level)
+        for module in cumulative:
+            module.momentum = None

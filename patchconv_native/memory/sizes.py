@@ -20,7 +20,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from tensors(list(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from tensors(list(vars(value).values()))
+        yield from tensors([getattr(value, field.name, None) for field in dataclasses.fields(value)])
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -29,7 +29,7 @@ def storage(tensor: Tensor) -> torch.UntypedStorage | None:
         found = tensor.untyped_storage()
         found.nbytes()
         return found
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return None
 
 

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .. import _library
 from . import fake as fakes
 from .records import ModuleFacts, Trace
 from .report import MemoryReport
+from .restore import attributes_as_they_were, values_as_they_were
 from .sizes import storage, storages, tensors, total
 from .timeline import STEP, operator_name, timeline
 from .words import OUTSIDE
@@ -34,9 +36,23 @@ Loss = Callable[[Any], Tensor]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
+class _Sum(torch.autograd.Function):
+    """A sum whose gradient is a tensor of its own, as that of a real loss is, not one number spread out."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.size, ctx.stride, ctx.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made = torch.empty_strided(ctx.size, ctx.stride, dtype=ctx.dtype, device=grad.device)
+        return made.copy_(grad.expand(ctx.size))
+
+
 def sum_of(output: Any) -> Tensor:
     """The loss where none is given: the sum of all that has a gradient in what the model returned."""
-    parts = [t.sum() for t in tensors(output) if t.requires_grad]
+    parts = [_Sum.apply(t) for t in tensors(output) if t.requires_grad]
     if not parts:
         raise ValueError("memory.trace: expected an output that requires a gradient, or train=False; got none")
     return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts]).sum()
@@ -49,22 +65,35 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
 
 
 class _Saved:
-    """What autograd saves, while it is saved, and by whom."""
+    """What autograd saves, while it is saved, and by whom. Hooks that are at work outside go on working."""
 
-    def __init__(self, census: Any, at_work: Callable[[], int | None]) -> None:
+    def __init__(self, census: Any, at_work: Callable[[], tuple[int, ...]]) -> None:
         self._census, self._at_work = census, at_work
-        self._kept: list[tuple[weakref.ref[_Kept], int | None, str]] = []
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._kept: list[tuple[weakref.ref[_Kept], tuple[int, ...], str]] = []
 
     def pack(self, tensor: Tensor) -> _Kept:
-        holder = _Kept(tensor.detach())
+        holder = _Kept(self._outer[0](tensor) if self._outer else tensor.detach(), tensor._version)
         self._kept.append((weakref.ref(holder), self._at_work(), operator_name(self._census.operator_name())))
         return holder
 
-    def count(self, without: set[int]) -> list[tuple[int | None, str, int]]:
-        """Module, operator and bytes of every storage that is saved now, each once."""
+    def unpack(self, holder: _Kept) -> Tensor:
+        if self._outer:
+            return self._outer[1](holder.value)
+        if holder.value._version != holder.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {list(holder.value.shape)} is at version {holder.value._version}; expected version "
+                f"{holder.version}"
+            )
+        return holder.value
+
+    def count(self, without: set[int]) -> list[tuple[tuple[int, ...], str, int]]:
+        """Modules that were being called, operator and bytes of every storage that is saved now, each once."""
         seen, rows = set(without), []
         for reference, module, operator in self._kept:
-            if (holder := reference()) is None or (memory := storage(holder.tensor)) is None:
+            holder = reference()
+            if holder is None or not isinstance(holder.value, Tensor) or (memory := storage(holder.value)) is None:
                 continue
             if memory._cdata not in seen:
                 seen.add(memory._cdata)
@@ -75,10 +104,10 @@ class _Saved:
 class _Kept:
     """What the hook gives to a node: as long as it lives, the node keeps the tensor."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "value", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, value: Any, version: int) -> None:
+        self.value, self.version = value, version
 
 
 class _Marks:
@@ -90,8 +119,9 @@ class _Marks:
         self.open: list[int] = []
         self.in_backward = False
 
-    def at_work(self) -> int | None:
-        return self.open[-1] if self.open else None
+    def at_work(self) -> tuple[int, ...]:
+        """The modules that are being called, outermost first."""
+        return tuple(self.open)
 
     def __enter__(self) -> _Marks:
         before = hooks.register_module_forward_pre_hook(self._enter)
@@ -137,7 +167,8 @@ def trace(
     A step is the forward pass, `loss(output)` (by default the sum of the outputs), its backward pass and, if an
     optimizer is given (one over the model's parameters, or a function that makes one of them), its step. train=False:
     the forward pass alone, without gradients. amp: the dtype of autocast. The model's train or eval mode stays as it
-    is. Afterwards parameters, buffers, gradients, the optimizer's state and random states are what they were.
+    is. Afterwards the model, its inputs, gradients, the optimizer and random states (torch's, Python's, NumPy's) are
+    what they were; what other objects did in the step is not undone.
 
     fake: nothing is computed and no memory is taken, at any size: inputs may be tensors made under a FakeTensorMode, or
     on the meta device. device: whose memory is counted, by default the model's; with fake it may be another than the
@@ -163,11 +194,21 @@ def trace(
         raise ValueError("memory.trace: expected fake=True with tensors on the meta device, which hold nothing")
     if snapshot is not None and (fake or where.type != "cuda"):
         raise ValueError("memory.trace: expected snapshot only for a real step on CUDA, got one for another")
+    if any(
+        isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*model.parameters(), *model.buffers())
+    ):
+        raise ValueError("memory.trace: expected a model whose parameters are made: run its lazy modules once")
+    if fake and isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            "memory.trace: expected optimizer to be a function of the parameters with fake=True, got "
+            f"{type(optimizer).__name__}, which has the real ones"
+        )
     step = _Step(model, inputs, kwargs or {}, loss or sum_of, optimizer, amp, where, fake, train)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_allocator_history(snapshot))
+        stack.enter_context(attributes_as_they_were(model))
         if not fake:
-            stack.enter_context(_as_it_was(model, optimizer, where))
+            step.aside = stack.enter_context(values_as_they_were(model, optimizer, (inputs, kwargs or {}), where))
             return step.run(model, (inputs, kwargs or {}))
         mode, given = stack.enter_context(fakes.faked(model, (inputs, kwargs or {}), fakes.fake_device(where)))
         with mode:
@@ -186,8 +227,9 @@ class _Step:
         self.at = fakes.fake_device(device) if fake else device
         self.names = [name for name, _ in model.named_modules()]
         self.modules = {module: i for i, (_, module) in enumerate(model.named_modules())}
-        self.saved: list[tuple[int | None, str, int]] = []
+        self.saved: list[tuple[tuple[int, ...], str, int]] = []
         self.made: torch.optim.Optimizer | None = None
+        self.aside = 0
         self.counted_work: dict[str, int] = {}
 
     def run(self, model: nn.Module, given: Any) -> MemoryReport:
@@ -199,7 +241,8 @@ class _Step:
         own = set(storages([*model.parameters(), *model.buffers()]))
         gc.collect()  # what a cycle holds would otherwise be freed, uncounted, in the middle
         if self.device.type == "cuda" and not self.fake:
-            static["other"] = max(0, torch.cuda.memory_allocated(self.device) - sum(static.values()))
+            now = torch.cuda.memory_allocated(self.device) - self.aside
+            static["other"] = max(0, now - sum(static.values()))
         census = _C.Census(str(self.at), self.fake)
         error: BaseException | None = None
         try:
@@ -209,10 +252,10 @@ class _Step:
             raise
         finally:
             census.stop()
-            report = self.report(model, inputs, kwargs, census.events(), static, error)
             if error is not None:
-                error.memory_report = report  # type: ignore[attr-defined]
-        return report
+                with contextlib.suppress(Exception):  # the step's error is the one to be seen
+                    error.memory_report = self.report(model, inputs, kwargs, census.events(), static, error)  # type: ignore[attr-defined]
+        return self.report(model, inputs, kwargs, census.events(), static, None)
 
     def work(self, model: nn.Module, inputs: Any, kwargs: Any, census: Any, own: set[int]) -> None:
         with contextlib.ExitStack() as stack:
@@ -221,11 +264,12 @@ class _Step:
             if self.fake:
                 counted = fakes.Storages(census, self.at)
                 self.counted_work = counted.work
+                stack.callback(counted.forget_gradients)
                 counted.there_before([list(model.parameters()), list(model.buffers()), inputs, kwargs])
                 stack.enter_context(counted)
-            amp = torch.autocast(self.at.type, dtype=self.amp, enabled=self.amp is not None)
+            amp = torch.autocast(self.at.type, dtype=self.amp) if self.amp is not None else contextlib.nullcontext()
             with self.phase(census, "forward"), torch.set_grad_enabled(self.train):
-                with amp, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):
+                with amp, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
                     output = model(*inputs, **kwargs)
                     if not self.train:
                         return
@@ -314,7 +358,8 @@ class _Step:
     def facts(self, model: nn.Module, stretches: dict[int, Any]) -> list[ModuleFacts]:
         state = self.made.state if self.made is not None else {}
         rows = []
-        for name, module in model.named_modules():
+        for module, number in self.modules.items():
+            name = self.names[number]
             parameters = list(module.parameters())
             rows.append(
                 ModuleFacts(
@@ -324,53 +369,18 @@ class _Step:
                     buffers=total(module.buffers()),
                     gradients=total(p.grad for p in parameters if p.grad is not None),
                     optimizer=total(tensors([dict(state[p]) for p in parameters if p in state])),
-                    stretches=stretches.get(self.modules[module], []),
+                    stretches=stretches.get(number, []),
                 )
             )
-        by_name = {row.name: row for row in rows}
-        for number, operator, size in self.saved:
-            if number is None:
-                continue
-            name = self.names[number]
-            by_name[name].own_saved += size
-            while True:
-                row = by_name[name]
+        by_number = dict(zip(self.modules.values(), rows, strict=True))
+        for chain, operator, size in self.saved:
+            for at in set(chain):
+                row = by_number[at]
                 row.saved += size
                 row.saved_by[operator] = row.saved_by.get(operator, 0) + size
-                if not name:
-                    break
-                name = name.rpartition(".")[0]
+            if chain:
+                by_number[chain[-1]].own_saved += size
         return rows
-
-
-@contextlib.contextmanager
-def _as_it_was(model: nn.Module, optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Puts back what a step changes. Copies are made on the CPU, before anything is counted."""
-    moved = list(model.parameters()) if optimizer is not None else []
-    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    copies = [(t, t.detach().to("cpu", copy=True)) for t in (*moved, *(b for _, _, b in buffers))]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    given = isinstance(optimizer, torch.optim.Optimizer)
-    state = {p: {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in s.items()}
-             for p, s in optimizer.state.items()} if given else {}  # fmt: skip
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
-        with torch.no_grad():
-            for tensor, copy in copies:
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    tensor.copy_(copy)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        if given:
-            optimizer.state.clear()
-            optimizer.state.update(state)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,6 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.native_layer_norm_backward.default: _layer_norm,
         torch.ops.patchconv._layer_norm.default: _layer_norm,
         torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
-        torch.ops.patchconv._batch_norm_backward.default: _own_batch_norm_backward,
     }
     for dims in (1, 2, 3):
         for transposed in ("", "_transpose"):
@@ -178,11 +177,6 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devi
     """Of either direction: a copy of an operand that is not contiguous."""
     whole = [t for t in args if isinstance(t, Tensor) and t.dim() == args[0].dim() and t.numel() == args[0].numel()]
     return sum(t.nbytes for t in whole if not t.is_contiguous())
-
-
-def _own_batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    activation = args[8]
-    return args[1].nbytes * (2 if activation else 1) if device == "cpu" else 0
 
 
 def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,17 +18,25 @@ MOST = 2**24
 
 
 def _largest(fits: Callable[[int], bool], first: int, most: int = MOST) -> int:
-    """The largest n for which fits(n) holds, if it holds for all smaller ones; 0 if it does not for `first`."""
-    if not fits(first):
-        low, high = 0, first
-    else:
-        low, high = first, first * 2
+    """The largest n for which fits(n) holds, if it holds for all smaller ones that can be asked; 0 if there is none.
+    The search begins at `first`; what raises below it is too small to be asked.
+    """
+    low, high, there = 0, first, False
+    if fits(first):
+        low, high, there = first, first * 2, True
         while high < most and fits(high):
             low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        try:
+            fit = fits(middle)
+        except (ValueError, RuntimeError):
+            if middle >= first:
+                raise
+            low = middle
+            continue
+        low, high, there = (middle, high, True) if fit else (low, middle, there)
+    return low if there else 0
 
 
 def _like(tensor: Any, shape: tuple[int, ...]) -> Any:
@@ -105,7 +113,7 @@ def max_batch(
         )
 
     options = {"kwargs": kwargs, "loss": loss, "optimizer": optimizer, "device": device, "train": train}
-    return _answer("max_batch", model, inputs, budget, planned, options, scaled, 1)
+    return _answer("max_batch", model, inputs, budget, planned, options, scaled, max(1, batch))
 
 
 def max_size(
@@ -138,4 +146,4 @@ def max_size(
         return (_like(first, (*first.shape[:-2], *sides(count))), *inputs[1:])
 
     options = {"kwargs": kwargs, "loss": loss, "optimizer": optimizer, "device": device, "train": train}
-    return sides(_answer("max_size", model, inputs, budget, planned, options, scaled, 1))
+    return sides(_answer("max_size", model, inputs, budget, planned, options, scaled, max(1, short // multiple)))

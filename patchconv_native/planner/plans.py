@@ -188,6 +188,8 @@ def plan(
     question = asked("plan", model, inputs, kwargs, loss, optimizer, device, train, progress)
     if offload and question.device.type != "cuda":
         raise ValueError("plan: expected offload only for a CUDA device, whose memory is not the host's")
+    if offload and not torch.cuda.is_available():
+        raise ValueError("plan: expected a GPU for offload: what it takes off one cannot be predicted without")
     wanted = None if budget is None else budget_of("plan", budget)
     margin = MARGIN[question.device.type]
     room = None if wanted is None else wanted / (1 + margin)
@@ -205,7 +207,7 @@ def plan(
     if not fit:
         least = made(min(question.tried, key=lambda one: one.peak))
         raise BudgetError(
-            f"plan: no plan fits into {size(wanted)}: the least that would do is {size(least.needs)} "
+            f"plan: no plan fits into {size(wanted)} ({wanted} bytes): the least that would do is {size(least.needs)} "
             f"({least.needs} bytes: {least.strategy})",
             least.needs,
             least,

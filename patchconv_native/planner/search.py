@@ -152,7 +152,9 @@ def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least
 
 
 def _thinned(question: Question, full: Candidate, report: MemoryReport, room: float | None) -> list[Candidate]:
-    """The same with fewer checkpoints, as few as fit: those that save much for little time stay longest."""
+    """The same with fewer checkpoints, as few as fit: those that save much for little time stay longest. Where it does
+    not fit itself, quarters of it.
+    """
     facts = {one.name: one for one in report.trace.modules}
 
     def worth(name: str) -> float:
@@ -164,11 +166,12 @@ def _thinned(question: Question, full: Candidate, report: MemoryReport, room: fl
     def first(count: int) -> Candidate:
         return question.candidate(replace(full.strategy, checkpoints=sorted(order[:count])))[0]
 
-    if room is None:
+    # More checkpoints are not always less memory: a set that does not fit may have parts that do.
+    if room is None or full.peak > room:
         return [first(count) for count in sorted({len(order) // 4, len(order) // 2, 3 * len(order) // 4} - {0})]
     found = []
     least, most = 0, len(order)
-    while full.peak <= room and most - least > 1:
+    while most - least > 1:
         found.append(first((least + most) // 2))
         least, most = (least, (least + most) // 2) if found[-1].peak <= room else ((least + most) // 2, most)
     return found

@@ -6,7 +6,6 @@ Everything is a module's class, its `splits` or a pair of hooks: parameters, buf
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint_modules import checkpoint_modules
+from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
 from ..memory.words import size
 from ..modules import Split
@@ -61,13 +60,20 @@ class Strategy:
         for name in (*self.splits, *self.checkpoints):
             if name not in modules:
                 raise ValueError(f"plan: expected the model to have a module named {name!r}, as the plan's had")
-        before = [(module, type(module), vars(module).get("_splits")) for module in modules.values()]
+        before = [(name, module, type(module), vars(module).get("_splits")) for name, module in modules.items()]
         handles: list[Any] = []
+        after: dict[nn.Module, type] = {}
 
         def undo() -> None:
+            for name, module, cls, _ in before:
+                if type(module) is not cls and type(module) is not after.get(module, type(module)):
+                    raise ValueError(
+                        f"plan.undo: expected module {name!r} to be what the plan made of it, got {type(module)}: "
+                        "undo what changed it first"
+                    )
             for handle in handles:
                 handle.remove()
-            for module, cls, splits in before:
+            for _, module, cls, splits in before:
                 module.__class__ = cls
                 if isinstance(module, Split):
                     module._splits = splits
@@ -83,7 +89,8 @@ class Strategy:
                     raise ValueError(f"plan: expected {name!r} to be a convolution, got {type(module).__name__}")
                 module.splits = tuple(entries)
             if self.checkpoints:
-                checkpoint_modules(model, self.checkpoints)
+                there = [name for name, module in modules.items() if is_checkpointed(module)]
+                checkpoint_modules(model, [*there, *(name for name in self.checkpoints if name not in there)])
             if self.amp or self.offload:
                 around = _Around(self.amp, self.offload)
                 handles.append(model.register_forward_pre_hook(around.enter, prepend=True))
@@ -91,6 +98,7 @@ class Strategy:
         except BaseException:
             undo()
             raise
+        after.update((module, type(module)) for module in modules.values())
         return undo
 
 
@@ -126,20 +134,27 @@ class _Open(threading.local):
         self.stacks: list[ExitStack] = []
 
 
-_applied: weakref.WeakKeyDictionary[nn.Module, list[tuple[int, Callable[[], None]]]] = weakref.WeakKeyDictionary()
+class _Applied(list[tuple[object, Callable[[], None]]]):
+    """The plans on a model, first to last, with what takes them off. Copies and pickles of the model have none."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Applied, ()
 
 
 def remember(model: nn.Module, owner: object, undo: Callable[[], None]) -> None:
     """That `owner` was applied to the model. Plans are taken off in the reverse order."""
-    _applied.setdefault(model, []).append((id(owner), undo))
+    vars(model).setdefault("_patchconv_plans", _Applied()).append((owner, undo))
 
 
 def taken_off(model: nn.Module, owner: object) -> None:
     """Undoes the last plan applied to the model; ValueError if that was not `owner`."""
-    stack = _applied.get(model, [])
-    if not stack or stack[-1][0] != id(owner):
+    stack = vars(model).get("_patchconv_plans", _Applied())
+    if not stack or stack[-1][0] is not owner:
         raise ValueError("plan.undo: expected a model that this plan was the last one applied to, got another")
-    stack.pop()[1]()
+    stack[-1][1]()
+    stack.pop()
+    if not stack:
+        del vars(model)["_patchconv_plans"]
 
 
 def described(strategy: Strategy, bytes_: dict[str, int]) -> list[str]:

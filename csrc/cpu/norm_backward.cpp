@@ -1,0 +1,278 @@
+// Batch norm's gradients on the CPU, with a ReLU behind the norm or without, in two passes over gradient and
+// input: two sums a channel, then the map. The map may write over the gradient that came.
+//
+// g is the gradient of the norm's result: where a ReLU follows, that of the ReLU where the norm's value, made
+// again as the forward pass made it, was above zero. The sums are of g and of g * (x - mean), in float64. The
+// partition is fixed, so they do not depend on the number of threads. The map is computed in float64 (of half
+// precision in float32) and rounded once. Nothing is allocated but results and some numbers a channel.
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/irange.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "ops/norm.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
+#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define PATCHCONV_CLONES
+#endif
+
+namespace patchconv {
+
+using at::Tensor;
+using c10::irange;
+
+namespace {
+
+constexpr int64_t kLanes = 16;     // independent sums along a row
+constexpr int64_t kChunks = 64;    // parts of the pixels in channels_last, at most
+constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
+
+template <typename T>
+using Exact = std::conditional_t<sizeof(T) == 2, float, double>;
+
+// Of a channel. Forward: value = x * scale + shift, as normalize_cpu has it. Backward: the input's gradient
+// is (g - g_mean - (x - mean) * slope) * factor.
+template <typename N>
+struct Channel {
+  N scale, shift, mean, g_mean, slope, factor;
+  bool relu;
+};
+
+template <typename T>
+[[gnu::always_inline]] inline Exact<T> before_relu(T grad, T x, const Channel<Exact<T>>& c) {
+  using N = Exact<T>;
+  const auto value = static_cast<T>(static_cast<N>(x) * c.scale + c.shift);
+  return !c.relu || static_cast<N>(value) > N(0) ? static_cast<N>(grad) : N(0);
+}
+
+template <typename T>
+[[gnu::always_inline]] inline void sum_each(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,
+                                            double* sums) {
+  double first[kLanes] = {}, second[kLanes] = {};
+  const auto mean = static_cast<double>(c.mean);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) {
+      const auto g = static_cast<double>(before_relu(grad[i + j], x[i + j], c));
+      first[j] += g;
+      second[j] += g * (static_cast<double>(x[i + j]) - mean);
+    }
+  }
+  for (int64_t j = 0; i < n; ++i, ++j) {
+    const auto g = static_cast<double>(before_relu(grad[i], x[i], c));
+    first[j] += g;
+    second[j] += g * (static_cast<double>(x[i]) - mean);
+  }
+  for (int64_t j = 0; j < kLanes; ++j) {
+    sums[0] += first[j];
+    sums[1] += second[j];
+  }
+}
+
+template <typename T>
+[[gnu::always_inline]] inline T gradient(T grad, T x, const Channel<Exact<T>>& c) {
+  using N = Exact<T>;
+  return static_cast<T>((before_relu(grad, x, c) - c.g_mean - (static_cast<N>(x) - c.mean) * c.slope) *
+                        c.factor);
+}
+
+// Templates cannot be compiled for several instruction sets, overloads can.
+#define PATCHCONV_PASSES(T)                                                                                 \
+  PATCHCONV_CLONES void sum_row(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,           \
+                                double* sums) {                                                             \
+    sum_each(grad, x, n, c, sums);                                                                          \
+  }                                                                                                         \
+  PATCHCONV_CLONES void sum_pixels(const T* grad, const T* x, int64_t pixels, int64_t count,                \
+                                   const Channel<Exact<T>>* c, double* first, double* second) {             \
+    for (int64_t p = 0; p < pixels; ++p) {                                                                  \
+      for (int64_t k = 0; k < count; ++k) {                                                                 \
+        const T value = x[p * count + k];                                                                   \
+        const auto g = static_cast<double>(before_relu(grad[p * count + k], value, c[k]));                  \
+        first[k] += g;                                                                                      \
+        second[k] += g * (static_cast<double>(value) - static_cast<double>(c[k].mean));                     \
+      }                                                                                                     \
+    }                                                                                                       \
+  }                                                                                                         \
+  PATCHCONV_CLONES void map_row(const T* grad, const T* x, T* out, int64_t n, const Channel<Exact<T>>& c) { \
+    for (int64_t i = 0; i < n; ++i) out[i] = gradient(grad[i], x[i], c);                                    \
+  }                                                                                                         \
+  PATCHCONV_CLONES void map_pixels(const T* grad, const T* x, T* out, int64_t pixels, int64_t count,        \
+                                   const Channel<Exact<T>>* c) {                                            \
+    for (int64_t p = 0; p < pixels; ++p) {                                                                  \
+      for (int64_t k = 0; k < count; ++k) {                                                                 \
+        const int64_t i = p * count + k;                                                                    \
+        out[i] = gradient(grad[i], x[i], c[k]);                                                             \
+      }                                                                                                     \
+    }                                                                                                       \
+  }
+PATCHCONV_PASSES(float)
+PATCHCONV_PASSES(double)
+PATCHCONV_PASSES(c10::BFloat16)
+PATCHCONV_PASSES(c10::Half)
+#undef PATCHCONV_PASSES
+
+// Dense memory: planes of `pixels`, or for channels_last pixels of `channels`.
+struct Layout {
+  int64_t images, channels, pixels;
+  bool last;
+
+  explicit Layout(const Tensor& x)
+      : images(x.size(0)),
+        channels(x.size(1)),
+        pixels(x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1))),
+        last(!x.is_contiguous()) {}
+};
+
+template <typename T>
+void sum_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>* c, double* first,
+             double* second) {
+  if (!l.last) {
+    at::parallel_for(0, l.channels, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, l.images * l.pixels)),
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t k = begin; k < end; ++k) {
+                         double sums[2] = {};
+                         for (int64_t image = 0; image < l.images; ++image) {
+                           const int64_t row = (image * l.channels + k) * l.pixels;
+                           sum_row(grad + row, x + row, l.pixels, c[k], sums);
+                         }
+                         first[k] = sums[0];
+                         second[k] = sums[1];
+                       }
+                     });
+    return;
+  }
+  const int64_t pixels = l.images * l.pixels, chunk = (pixels + kChunks - 1) / kChunks;
+  const int64_t chunks = chunk == 0 ? 0 : (pixels + chunk - 1) / chunk;
+  std::vector<double> parts(2 * chunks * l.channels);
+  at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * l.channels)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t part = begin; part < end; ++part) {
+                       const int64_t from = part * chunk, place = from * l.channels;
+                       double* sums = parts.data() + 2 * part * l.channels;
+                       sum_pixels(grad + place, x + place, std::min(pixels, from + chunk) - from, l.channels,
+                                  c, sums, sums + l.channels);
+                     }
+                   });
+  for (const auto part : irange(chunks)) {
+    for (const auto k : irange(l.channels)) {
+      first[k] += parts[2 * part * l.channels + k];
+      second[k] += parts[(2 * part + 1) * l.channels + k];
+    }
+  }
+}
+
+template <typename T>
+void map_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>* c, T* out) {
+  if (l.last) {
+    at::parallel_for(0, l.images * l.pixels, std::max<int64_t>(1, kGrain / l.channels),
+                     [&](int64_t begin, int64_t end) {
+                       const int64_t at = begin * l.channels;
+                       map_pixels(grad + at, x + at, out + at, end - begin, l.channels, c);
+                     });
+    return;
+  }
+  at::parallel_for(0, l.images * l.channels, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, l.pixels)),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t row = begin; row < end; ++row) {
+                       const int64_t at = row * l.pixels;
+                       map_row(grad + at, x + at, out + at, l.pixels, c[row % l.channels]);
+                     }
+                   });
+}
+
+bool has_layout(const Tensor& tensor, at::MemoryFormat format) { return tensor.is_contiguous(format); }
+
+// `target`: the gradient that came, to be written over, or undefined: new memory.
+Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                    const OptionalTensor& bias, const Tensor& mean, const Tensor& var, bool training,
+                    double eps, bool relu, std::array<bool, 3> mask, Tensor target) {
+  const auto format = input.is_contiguous() ? at::MemoryFormat::Contiguous : input.suggest_memory_format();
+  const Tensor x = input.contiguous(format), g = grad.contiguous(format);
+  const Layout layout(x);
+  const auto parameter_options = x.options().dtype(at::toOpMathType(x.scalar_type()));
+  Tensor grad_weight = mask[1] ? at::empty({layout.channels}, parameter_options) : Tensor();
+  Tensor grad_bias = mask[2] ? at::empty({layout.channels}, parameter_options) : Tensor();
+  const bool direct = target.defined() && has_layout(target, format);
+  Tensor result = mask[0] ? (direct ? target : at::empty_like(x)) : Tensor();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "batch_norm_backward", [&] {
+    using Acc = at::opmath_type<scalar_t>;
+    using Number = Exact<scalar_t>;
+    const auto numbers = [](const OptionalTensor& tensor) {
+      return tensor.has_value() && tensor->defined() ? tensor->to(at::kDouble).contiguous() : Tensor();
+    };
+    const Tensor w = numbers(weight), b = numbers(bias), m = numbers(mean);
+    const Tensor inverse = var.to(at::kDouble).add(eps).rsqrt_();
+    const auto number = [](const Tensor& tensor, int64_t k, double otherwise) {
+      return tensor.defined() ? tensor.const_data_ptr<double>()[k] : otherwise;
+    };
+    std::vector<Channel<Number>> channels(layout.channels);
+    for (const auto k : irange(layout.channels)) {
+      Channel<Number>& c = channels[k];
+      // The forward pass's own numbers (normalize_cpu).
+      c.scale = static_cast<Number>(number(inverse, k, 1)) * static_cast<Number>(number(w, k, 1));
+      c.mean = static_cast<Number>(number(m, k, 0));
+      c.shift = static_cast<Number>(number(b, k, 0)) - c.mean * c.scale;
+      c.relu = relu;
+    }
+    const auto* from = x.const_data_ptr<scalar_t>();
+    const auto* gradient_data = g.const_data_ptr<scalar_t>();
+    std::vector<double> first(layout.channels), second(layout.channels);
+    if ((mask[0] && training) || mask[1] || mask[2]) {
+      sum_all(layout, gradient_data, from, channels.data(), first.data(), second.data());
+    }
+    const auto count = static_cast<double>(layout.images * layout.pixels);
+    for (const auto k : irange(layout.channels)) {
+      Channel<Number>& c = channels[k];
+      const double inv = number(inverse, k, 1);
+      c.g_mean = static_cast<Number>(training ? first[k] / count : 0);
+      c.slope = static_cast<Number>(training ? inv * inv * second[k] / count : 0);
+      c.factor = static_cast<Number>(inv * number(w, k, 1));
+      if (mask[1]) grad_weight.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(second[k] * inv);
+      if (mask[2]) grad_bias.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(first[k]);
+    }
+    if (mask[0]) {
+      map_all(layout, gradient_data, from, channels.data(), result.mutable_data_ptr<scalar_t>());
+    }
+  });
+  if (target.defined() && !direct) target.copy_(result);
+  return {result, grad_weight, grad_bias};
+}
+
+Gradients batch_norm_backward_cpu(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
+                                  bool training, double eps, int64_t activation, std::array<bool, 3> mask) {
+  const auto what = static_cast<Activation>(activation);
+  if ((what != Activation::kNone && what != Activation::kRelu) || grad.scalar_type() != input.scalar_type()) {
+    return batch_norm_backward_with_aten(grad, input, weight, bias, mean, var, training, eps, activation,
+                                         mask);
+  }
+  return gradients(grad, input, weight, bias, mean, var, training, eps, what == Activation::kRelu, mask, {});
+}
+
+std::tuple<Tensor, Tensor> batch_norm_backward_cpu_(Tensor& grad, const Tensor& input,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                                    const Tensor& mean, const Tensor& var, bool training,
+                                                    double eps, bool relu, std::array<bool, 2> mask) {
+  auto [_, grad_weight, grad_bias] =
+      gradients(grad, input, weight, bias, mean, var, training, eps, relu, {true, mask[0], mask[1]}, grad);
+  return {grad_weight, grad_bias};
+}
+
+TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
+  m.impl("_batch_norm_backward", &batch_norm_backward_cpu);
+  m.impl("_batch_norm_backward_", &batch_norm_backward_cpu_);
+}
+
+}  // namespace
+
+}  // namespace patchconv
