@@ -25,6 +25,8 @@ SCRIPTS = (
     "half",
     "conv_memory",
     "conv_speed",
+    "article",
+    "memory_trace",
 )
 
 

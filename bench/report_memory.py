@@ -1,0 +1,1 @@
+def sections(data): return []
