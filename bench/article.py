@@ -1,16 +1,18 @@
 """The memory log of a ResNet-18 and what makes its peak smaller, after a well-known article, end to end.
 
 The article logs the memory of a training step (batch 128, 224x224) on a GPU, and takes a peak to 0.2 of what it was by
-checkpoints in 3 chunks and mixed precision. Here: the same forms, this package's beside them, and what its planner finds;
-predicted at the article's size with fake tensors (and measured there, where there is a GPU), and measured at a small batch
-on the CPU, each form in a process of its own, with the prediction of the same step beside it. `--log FILE` writes the log
-of one form, a row for every stay in a module, as CSV, and measures nothing.
+checkpoints in 3 chunks and mixed precision. Here: the same forms, this package's beside them, and what its planner
+finds; predicted at the article's size with fake tensors (and measured there, where there is a GPU), and measured at a
+small batch on the CPU, each form in a process of its own, with the prediction of the same step beside it. `--log FILE`
+writes the log of one form, a row for every stay in a module, as CSV, and measures nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,17 +178,22 @@ def predicted(form: str, blocks: int, batch: int, side: int, strategy: dict[str,
 
 
 def measured(
-    form: str, blocks: int, batch: int, side: int, strategy: dict[str, Any] | None, device: str
+    form: str, blocks: int, batch: int, side: int, strategy: dict[str, Any] | None, device: str, heap: bool = False
 ) -> dict[str, Any]:
-    """Of the second step: what the first one sets up once is there. Resident: what the process needed besides."""
+    """Of the second step: what the first one sets up once is there. Resident: what the process needed for a step that
+    nobody watches; heap: with holes in the C library's heap, which is otherwise kept to small blocks.
+    """
+    if not heap:
+        ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: larger blocks go back to the system at once
     x = torch.randn(batch, 3, side, side, device=device)
     model = network(form, blocks, strategy).to(device)
     traced(form, model, x, False, device)
     found = traced(form, model, x, False, device)
-    row = facts(found) | {"predicted": traced(form, model, x, True, device).peak}
+    row = facts(found) | {"above": found.transient, "predicted": traced(form, model, x, True, device).peak}
     step = training_step(form, model, x)
+    step()
     model.zero_grad()
-    return row | {"above": found.transient, "resident": measure.peak_of(step, device).above}
+    return row | {"resident": measure.peak_of(step, device).above}
 
 
 def times(blocks: int, batch: int, side: int, strategies: dict[str, Any], seconds: float, device: str) -> Any:
@@ -227,6 +234,7 @@ def measure_all(size: str) -> dict[str, Any]:
         shape["batch"] = many
         found = TRIAL if size == "tiny" else run("searched", **shape, device=device)
         data["strategies"] |= {f"{kind}, {device}": str(Strategy(**how)) for kind, how in found.items()}
+        data["load_timing"] = round(os.getloadavg()[0], 2)
         timed = run("times", **shape, strategies=found, seconds=seconds, device=device)
         rows: list[dict[str, Any]] = []
         for form, how in FORMS.items():
@@ -242,6 +250,8 @@ def measure_all(size: str) -> dict[str, Any]:
                 flush=True,
             )
         data["measured"] += rows
+    shape["batch"] = small
+    data["heap"] = run("measured", form="baseline", **shape, strategy=None, device="cpu", heap=True)["resident"]
     return data
 
 

@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure, report_article, report_checkpointing, report_convs, report_kernels, report_memory, report_tune
+from . import (
+    figures,
+    measure,
+    report_article,
+    report_checkpointing,
+    report_convs,
+    report_kernels,
+    report_memory,
+    report_tune,
+)
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]

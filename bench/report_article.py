@@ -55,7 +55,7 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
             _measured(data, found, device),
             [
                 "form", "peak, MiB", "of the baseline", "predicted, of measured", "kept for backward, MiB", "peak at",
-                "step alone, MiB", "the process's own count", "step, ms", "of the baseline's",
+                "step alone, MiB", "by the process", "step, ms", "of the baseline's",
             ],
             [
                 [
@@ -100,11 +100,20 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
     fresh = "each form in a process of its own" if data["size"] != "tiny" else "all forms in one process"
     text = (
         f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%}. "
-        f"\"Step alone\" is the peak above what was there before it, and beside it what the process's own high-water "
-        f"mark (on CUDA the allocator's) says of a step that nobody watches. Times are medians (least to most) of "
-        f"{rows[0]['rounds']} rounds. The planner's least peak at this batch: {data['strategies'][f'any, {device}']}; in "
-        f"float32: {data['strategies'][f'exact, {device}']}."
+        '"Step alone" is the peak above what was there before it; beside it what the '
+        f"{'allocator' if device == 'cuda' else 'kernel'} says of the process, in a step that nobody watches. Times "
+        f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner's least peak at this batch: "
+        f"{data['strategies'][f'any, {device}']}; in float32: {data['strategies'][f'exact, {device}']}."
     )
+    if "load_timing" in data:
+        text += f" Load when timing began: {data['load_timing']}."
+    if device == "cpu":
+        text += (
+            " For the process's count large blocks were given back to the system at once (mallopt); with the C "
+            f"library's heap as it comes the baseline's was {_mib(data['heap'])} MiB: holes in the heap are no "
+            "tensor's, and in no trace. Memory that is asked for and never written to is in the trace, and not in the "
+            "process."
+        )
     slow = next(row for row in rows if row["form"] == "mixed")["time"]
     if device == "cpu" and slow["median"] > 1:
         text += f" Autocast to bfloat16 is slower than float32 on this CPU: {slow['median']:.2f} of its time."
