@@ -88,9 +88,10 @@ def _predicted(data: dict[str, Any]) -> str:
     )
     if whole["at"]["module"].endswith("bn1"):
         text += (
-            " What remains is the stem at full batch: in backward, its batch norm needs its input, the gradient that "
-            "comes and, at once, the one that it makes, all in the stem's resolution. Checkpoints do not help there: a "
-            "batch norm in training needs the whole batch, and its own chunk must be made again before it."
+            " What remains is the stem at full batch: in backward, its batch norm has its input, the gradient that "
+            "comes, that gradient under the ReLU's mask and the one that it makes, all in the stem's resolution. "
+            "Checkpoints do not help there: a batch norm in training needs the whole batch, and what it needs in "
+            "backward must be there, made again or kept."
         )
     return text
 
@@ -106,7 +107,7 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
         f"{data['strategies'][f'any, {device}']}; in float32: {data['strategies'][f'exact, {device}']}."
     )
     if "load_timing" in data:
-        text += f" Load when timing began: {data['load_timing']}."
+        text += f" Load at the timing: {data['load_timing']}."
     if device == "cpu":
         text += (
             " For the process's count large blocks were given back to the system at once (mallopt); with the C "
