@@ -9,11 +9,12 @@ peak and time, and what the model then does. On the CPU, each model in a process
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -143,10 +144,11 @@ def planned(name: str, share: float, batch: int, side: int, seconds: float) -> d
     return row
 
 
-def measure_all(size: str) -> dict[str, Any]:
+def measure_all(size: str, budget: float) -> dict[str, Any]:
+    """Each part begins nothing more when its third of `budget` seconds is over; what is left out is named."""
     side, seconds = SIDES[size], SECONDS[size]
     data = measure.report_head("memory_trace", size) | {
-        "targets": TARGETS, "side": side, "batch": 2, "rows": [], "predictions": [], "plans": [],
+        "targets": TARGETS, "side": side, "batch": 2, "rows": [], "predictions": [], "plans": [], "missing": [],
     }  # fmt: skip
 
     def run(target: str, **arguments: Any) -> dict[str, Any]:
@@ -154,13 +156,25 @@ def measure_all(size: str) -> dict[str, Any]:
             return globals()[target](**arguments)
         return measure.in_fresh_process(f"bench.memory_trace:{target}", 600, **arguments)
 
-    with ThreadPoolExecutor(1 if size == "tiny" else 2) as pool:  # peaks do not mind company
-        sweep = list(pool.map(lambda name: run("predictions", name=name, batch=2, side=side)["rows"], PREDICTED[size]))
-    for name, rows in zip(PREDICTED[size], sweep, strict=True):
-        data["predictions"] += rows
-        off = [abs(row["ratio"] - 1) for row in rows]
-        print(f"{name:<20} predictions off by {statistics.median(off):.2%}, at most {max(off):.2%}", flush=True)
-    for name, share in PLANNED[size]:
+    def within(what: str, cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        start = time.perf_counter()
+        for case in cases:
+            if time.perf_counter() - start < budget / 3:
+                yield case
+            else:
+                data["missing"].append(f"{what} of {' '.join(map(str, case))}")
+
+    for batch, name in within("overhead", itertools.product(BATCHES[size], WATCHED[size])):
+        row = run("overhead", name=name, batch=batch, side=side, seconds=seconds)
+        data["rows"].append(row)
+        data["load_after"] = round(os.getloadavg()[0], 2)
+        print(
+            f"{name:<20} batch {batch}: bare {row['ms']['bare']['median']:7.1f} ms, watched "
+            f"{row['ratio']['watched']['median']:.3f} of it ({report.verdict(row['met'])}), the whole call "
+            f"{row['ratio']['call']['median']:.2f}",
+            flush=True,
+        )
+    for name, share in within("a plan", PLANNED[size]):
         row = run("planned", name=name, share=share, batch=PLANNED_BATCH[size], side=side, seconds=seconds)
         data["plans"].append(row)
         print(
@@ -169,19 +183,22 @@ def measure_all(size: str) -> dict[str, Any]:
             f"{row['ratio']['plan']['median']:.2f}",
             flush=True,
         )
-    for name in WATCHED[size]:
-        for batch in BATCHES[size]:
-            row = run("overhead", name=name, batch=batch, side=side, seconds=seconds)
-            data["rows"].append(row)
-            data["load_after"] = round(os.getloadavg()[0], 2)
-            print(
-                f"{name:<20} batch {batch}: bare {row['ms']['bare']['median']:7.1f} ms, watched "
-                f"{row['ratio']['watched']['median']:.3f} of it ({report.verdict(row['met'])}), the whole call "
-                f"{row['ratio']['call']['median']:.2f}",
-                flush=True,
-            )
+    for (name,) in within("predictions", [(name,) for name in PREDICTED[size]]):
+        rows = run("predictions", name=name, batch=2, side=side)["rows"]
+        data["predictions"] += rows
+        off = [abs(row["ratio"] - 1) for row in rows]
+        print(f"{name:<20} predictions off by {statistics.median(off):.2%}, at most {max(off):.2%}", flush=True)
     return data
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = measure.parser(__doc__)
+    parser.add_argument("--budget", type=float, default=1200.0, help="seconds, about (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    data = measure_all(arguments.size, arguments.budget)
+    report.render(measure.write_results(data, measure.folder(arguments)))
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(report.script(__doc__, measure_all))
+    sys.exit(main())
