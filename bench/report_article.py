@@ -112,8 +112,8 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
         text += (
             " For the process's count large blocks were given back to the system at once (mallopt); with the C "
             f"library's heap as it comes the baseline's was {_mib(data['heap'])} MiB: holes in the heap are no "
-            "tensor's, and in no trace. Where the process counts less, memory may have been asked for and not written to: "
-            "not established."
+            "tensor's, and in no trace. Where the process counts less, memory may have been asked for and not "
+            "written to: not established."
         )
     slow = next(row for row in rows if row["form"] == "mixed")["time"]
     if device == "cpu" and slow["median"] > 1:
