@@ -1,6 +1,6 @@
 """Runs the benchmarks for the CPU, one after another: `python -m bench`, or `--quick` to see that they work.
 
-About 21 minutes on four cores; wants a machine that does nothing else, and 12 GiB. Results go to
+About 32 minutes on four cores; wants a machine that does nothing else, and 12 GiB. Results go to
 bench/results.
 """
 
@@ -25,6 +25,8 @@ SCRIPTS = (
     "half",
     "conv_memory",
     "conv_speed",
+    "article",
+    "memory_trace",
 )
 
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import figures, measure, report_checkpointing, report_convs, report_kernels, report_tune
+from . import (
+    figures,
+    measure,
+    report_article,
+    report_checkpointing,
+    report_convs,
+    report_kernels,
+    report_memory,
+    report_tune,
+)
 from .measure import GIB, MIB, RESULTS
 
 Rows = list[dict[str, Any]]
@@ -281,6 +290,19 @@ def checkpointing(data: dict[str, Any]) -> str:
     return "\n".join([*parts, table(report_checkpointing.HEAD, report_checkpointing.lines(data["rows"])), ""])
 
 
+def _in_sections(data: dict[str, Any], title: str, sections: Callable[..., Iterable[tuple[Any, ...]]]) -> str:
+    parts = [f"## {name}\n\n{text}\n\n{table(head, lines)}\n" for name, text, head, lines in sections(data)]
+    return "\n".join([heading(data, title), *parts])
+
+
+def article(data: dict[str, Any]) -> str:
+    return _in_sections(data, "The memory log of a ResNet-18, and a smaller peak", report_article.sections)
+
+
+def memory_trace(data: dict[str, Any]) -> str:
+    return _in_sections(data, "Traces, predictions and plans, on the CPU", report_memory.sections)
+
+
 def tune(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: own convolution kernels beside cuDNN")]
     parts.append("cuDNN's time in row strips in units of ours, medians of turns: above 1, ours is faster.\n")
@@ -367,6 +389,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lean_error": lean_error,
     "lean_speed": lean_speed,
     "checkpointing": checkpointing,
+    "article": article,
+    "memory_trace": memory_trace,
     "gpu": gpu,
     "tune": tune,
 }

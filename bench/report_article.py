@@ -1,0 +1,143 @@
+"""The tables and the figure of what bench.article measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .measure import MIB
+
+TITLES = {
+    "baseline": "baseline",
+    "checkpoints, torch": "3 checkpoints, torch",
+    "checkpoints, ours": "3 checkpoints, pc",
+    "mixed": "mixed precision",
+    "checkpoints, torch + mixed": "3 checkpoints, torch, and mixed",
+    "checkpoints, ours + mixed": "3 checkpoints, pc, and mixed",
+    "converted": "`pc.convert(functional=True)`",
+    "converted + mixed": "converted, mixed",
+    "all": "all: converted, 3 checkpoints, mixed",
+    "planned, exact": "`pc.plan`, least peak in float32",
+    "planned": "`pc.plan`, least peak",
+}
+# Runs over each other: no more than the figure has colours.
+DRAWN = {
+    "baseline": "baseline",
+    "checkpoints, torch": "3 checkpoints (torch)",
+    "mixed": "mixed precision",
+    "checkpoints, torch + mixed": "3 checkpoints (torch), mixed",
+    "converted": "converted",
+    "planned": "planned",
+    "all": "all together",
+}
+
+
+def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+    """Title, text, head and lines of each table."""
+    rows = data["rows"]
+    head = ["form", "peak, MiB", "of the baseline", f"at most {data['target']}", "kept for backward, MiB", "peak at"]
+    yield (
+        f"Predicted: batch {data['batch']}, {data['side']}x{data['side']}",
+        _predicted(data),
+        head,
+        [
+            [
+                TITLES[row["form"]], _mib(row["peak"]), f"{row['ratio']:.3f}", "met" if row["met"] else "NOT MET",
+                _mib(row["saved"]), _where(row["at"]),
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+    for device in dict.fromkeys(row["device"] for row in data["measured"]):
+        found = [row for row in data["measured"] if row["device"] == device]
+        yield (
+            f"Measured: batch {found[0]['batch']}, {device}",
+            _measured(data, found, device),
+            [
+                "form", "peak, MiB", "of the baseline", "predicted, of measured", "kept for backward, MiB", "peak at",
+                "step alone, MiB", "by the process", "step, ms", "of the baseline's",
+            ],
+            [
+                [
+                    TITLES[row["form"]], _mib(row["peak"]), f"{row['ratio']:.3f}", f"{row['of_prediction']:.3f}",
+                    _mib(row["saved"]), _where(row["at"]), _mib(row["above"]), _mib(row["resident"]),
+                    _spread(row["ms"], 0), "1" if row["time"] is None else _spread(row["time"], 2),
+                ]
+                for row in found
+            ],
+        )  # fmt: skip
+
+
+def _predicted(data: dict[str, Any]) -> str:
+    rows = {row["form"]: row for row in data["rows"]}
+    least = min(data["rows"], key=lambda row: row["peak"])
+    whole, every = rows["all"], rows["all"]["held"]
+    held = ", ".join(f"{_mib(count)} MiB of {module or 'the step'} ({operator})" for module, operator, count in every)
+    met = [TITLES[row["form"]] for row in data["rows"] if row["met"]]
+    text = (
+        f"A training step of {'ResNet-18' if data['blocks'] == 2 else 'a smaller ResNet'}: forward, cross entropy, "
+        f"backward, SGD without momentum; {data['chunks']} chunks over a chain of layers, blocks as units; mixed "
+        f"precision is autocast to bfloat16. Fake tensors, device {data['device']}: nothing is computed. Peaks hold "
+        f"parameters, gradients and inputs. Target: at most {data['target']} of the baseline; the article reached "
+        f"{data['article']}. "
+    )
+    text += f"Met by: {', '.join(met)}. " if met else f"No form meets it; the least is {least['ratio']:.3f}. "
+    text += (
+        f"The planner's least peak: {data['strategies']['any']}; in float32: {data['strategies']['exact']}. Alive at "
+        f"the peak of all together: {held}."
+    )
+    if whole["at"]["module"].endswith("bn1"):
+        text += (
+            " What remains is the stem at full batch: in backward, its batch norm has its input, the gradient that "
+            "comes, that gradient under the ReLU's mask and the one that it makes, all in the stem's resolution. "
+            "Checkpoints do not help there: a batch norm in training needs the whole batch, and what it needs in "
+            "backward must be there, made again or kept."
+        )
+    return text
+
+
+def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> str:
+    off = [abs(row["of_prediction"] - 1) for row in rows]
+    fresh = "each form in a process of its own" if data["size"] != "tiny" else "all forms in one process"
+    text = (
+        f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%}. "
+        '"Step alone" is the peak above what was there before it; beside it what the '
+        f"{'allocator' if device == 'cuda' else 'kernel'} says of the process, in a step that nobody watches. Times "
+        f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner's least peak at this batch: "
+        f"{data['strategies'][f'any, {device}']}; in float32: {data['strategies'][f'exact, {device}']}."
+    )
+    if "load_timing" in data:
+        text += f" Load at the timing: {data['load_timing']}."
+    if device == "cpu":
+        text += (
+            " For the process's count large blocks were given back to the system at once (mallopt); with the C "
+            f"library's heap as it comes the baseline's was {_mib(data['heap'])} MiB: holes in the heap are no "
+            "tensor's, and in no trace. Where the process counts less, memory may have been asked for and not "
+            "written to: not established."
+        )
+    slow = next(row for row in rows if row["form"] == "mixed")["time"]
+    if device == "cpu" and slow["median"] > 1:
+        text += f" Autocast to bfloat16 is slower than float32 on this CPU: {slow['median']:.2f} of its time."
+    return text
+
+
+def figure(data: dict[str, Any]) -> Any:
+    """The forms over each other."""
+    import json
+
+    from patchconv_native.memory import MemoryReport, compare
+
+    logs = {row["form"]: MemoryReport.from_dict(json.loads(row["log"])) for row in data["rows"]}
+    return compare({title: logs[form] for form, title in DRAWN.items()}).plot()
+
+
+def _where(at: dict[str, str]) -> str:
+    return ", ".join(f"`{word}`" if i != 1 else word for i, word in enumerate(at.values()) if word)
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.0f}"
+
+
+def _spread(value: dict[str, float], digits: int) -> str:
+    return f"{value['median']:.{digits}f} ({value['least']:.{digits}f} to {value['most']:.{digits}f})"

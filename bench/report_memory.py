@@ -1,0 +1,96 @@
+"""The tables of what bench.memory_trace measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from .measure import MIB
+
+FORMS = {"stock": "stock", "convert": "`convert`", "functional": "`convert(functional=True)`"}
+
+
+def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+    """Title, text, head and lines of each table."""
+    target = data["targets"]["overhead"]
+    yield (
+        "What watching costs",
+        f"A step (forward, sum, backward) at {data['side']}x{data['side']}, float32, NCHW, watched by `memory.trace` "
+        "and bare, in turn: time of the watched step on the trace's clock, and of the whole call, which also copies "
+        "buffers, collects garbage before the step and makes the report after it. Medians (least to most). Target: at "
+        f"most {target:.0%} added to the step. Load after it: {data['load_after']}.",
+        [
+            "model", "batch", "rounds", "changes of memory", "bare step, ms", "watched, of bare", "of least times",
+            f"at most {1 + target:.2f}", "the whole call, of bare", "the call's own, ms",
+        ],
+        [
+            [
+                row["model"], str(row["batch"]), str(row["rounds"]), str(row["events"]), _spread(row["ms"]["bare"], 0),
+                _spread(row["ratio"]["watched"], 3), f"{row['least']:.3f}", "met" if row["met"] else "NOT MET",
+                _spread(row["ratio"]["call"], 2),
+                f"{row['ms']['call']['median'] - row['ms']['watched']['median']:.0f}",
+            ]
+            for row in data["rows"]
+        ],
+    )  # fmt: skip
+    yield from _predictions(data)
+    yield (
+        "Plans",
+        "`pc.plan` for a budget in units of the peak that is predicted for the model as it is; time is of a step, in "
+        "units of that of the model as it is, estimated by the plan and measured in turn. A plan keeps 3 % below its "
+        "budget. Where nothing fits, the plan with the least peak was taken.",
+        [
+            "model", "batch", "budget, MiB", "of stock", "plan", "predicted, MiB", "measured", "predicted, of measured",
+            "within the budget", "time, estimated", "measured", "search, s",
+        ],
+        [
+            [
+                row["model"], str(row["batch"]), _mib(row["budget"]), f"{row['share']:.2f}", row["plan"],
+                _mib(row["predicted"]), _mib(row["peak"]), f"{row['predicted'] / row['peak']:.3f}",
+                ("yes" if row["kept"] else "NO") if row["fits"] else "nothing fits", f"{row['estimated']:.2f}",
+                _spread(row["ratio"]["plan"], 2), f"{row['search']:.0f}",
+            ]
+            for row in data["plans"]
+        ],
+    )  # fmt: skip
+
+
+def _predictions(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+    rows, target = data["predictions"], data["targets"]["prediction"]
+    off = sorted(abs(row["ratio"] - 1) for row in rows)
+    over = [row for row in rows if abs(row["ratio"] - 1) > target]
+    low, high = min(row["ratio"] for row in rows), max(row["ratio"] for row in rows)
+    other = sum(not row["same_saved"] for row in rows)
+    text = (
+        f"The peak of a step with fake tensors in units of the measured one, batch {data['batch']}: {len(rows)} cases, "
+        f"{low:.3f} to {high:.3f}, off by {statistics.median(off):.2%} in the median, {off[-1]:.2%} at worst; "
+        f"{len(over)} by more than the target of {target:.0%}"
+    )
+    text += f" ({_cases(over)}). " if over else ". "
+    text += "Bytes kept for backward were predicted " + (
+        "all to the byte." if not other else f"wrong in {other} cases."
+    )
+    cases = list(dict.fromkeys((row["form"], row["layout"]) for row in rows))
+    models: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        models.setdefault(row["model"], {})[row["form"], row["layout"]] = row["ratio"]
+    lines = []
+    for name, found in models.items():
+        away = [abs(ratio - 1) for ratio in found.values()]
+        cells = [f"{found[case]:.3f}" for case in cases]
+        lines.append([name, *cells, f"{statistics.median(away):.2%}", f"{max(away):.2%}"])
+    heads = [f"{FORMS[form]}, {layout}" for form, layout in cases]
+    yield "Predictions", text, ["model", *heads, "median deviation", "worst"], lines
+
+
+def _cases(rows: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{row['model']}, {row['form']}, {row['layout']}: {row['ratio']:.3f}" for row in rows)
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.0f}"
+
+
+def _spread(value: dict[str, float], digits: int) -> str:
+    return f"{value['median']:.{digits}f} ({value['least']:.{digits}f} to {value['most']:.{digits}f})"
