@@ -46,7 +46,7 @@ class TestPlan:
     def test_nothing_fits(self, commands: Commands) -> None:
         said = commands("plan", "%blocks", *SMALL, "--budget", "1KiB")
         line = said.failure("plan")
-        assert said.out == "" and "no plan fits into 1 KiB: the least that would do is " in line
+        assert said.out == "" and "no plan fits into 1 KiB (1024 bytes): the least that would do is " in line
         least = re.search(r"\((\d+) bytes: ", line)
         assert least is not None
         assert commands("plan", "%blocks", *SMALL, "--budget", least[1]).code == 0

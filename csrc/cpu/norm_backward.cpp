@@ -1,10 +1,11 @@
 // Batch norm's gradients on the CPU, with a ReLU behind the norm or without, in two passes over gradient and
-// input: two sums a channel, then the map. The map may write over the gradient that came.
+// input: three sums a channel, then the map. The map may write over the gradient that came.
 //
 // g is the gradient of the norm's result: where a ReLU follows, that of the ReLU where the norm's value, made
-// again as the forward pass made it, was above zero. The sums are of g and of g * (x - mean), in float64. The
-// partition is fixed, so they do not depend on the number of threads. The map is computed in float64 (of half
-// precision in float32) and rounded once. Nothing is allocated but results and some numbers a channel.
+// again as the forward pass made it, was above zero. The sums are of g, of g * (x - mean) and of x - mean, in
+// float64. The partition is fixed, so they do not depend on the number of threads. The map is computed in
+// float64 (of half precision in float32) and rounded once. Nothing is allocated but results and some numbers
+// a channel.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -58,24 +59,29 @@ template <typename T>
 template <typename T>
 [[gnu::always_inline]] inline void sum_each(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,
                                             double* sums) {
-  double first[kLanes] = {}, second[kLanes] = {};
+  double first[kLanes] = {}, second[kLanes] = {}, third[kLanes] = {};
   const auto mean = static_cast<double>(c.mean);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int64_t j = 0; j < kLanes; ++j) {
       const auto g = static_cast<double>(before_relu(grad[i + j], x[i + j], c));
+      const double d = static_cast<double>(x[i + j]) - mean;
       first[j] += g;
-      second[j] += g * (static_cast<double>(x[i + j]) - mean);
+      second[j] += g * d;
+      third[j] += d;
     }
   }
   for (int64_t j = 0; i < n; ++i, ++j) {
     const auto g = static_cast<double>(before_relu(grad[i], x[i], c));
+    const double d = static_cast<double>(x[i]) - mean;
     first[j] += g;
-    second[j] += g * (static_cast<double>(x[i]) - mean);
+    second[j] += g * d;
+    third[j] += d;
   }
   for (int64_t j = 0; j < kLanes; ++j) {
     sums[0] += first[j];
     sums[1] += second[j];
+    sums[2] += third[j];
   }
 }
 
@@ -93,13 +99,16 @@ template <typename T>
     sum_each(grad, x, n, c, sums);                                                                          \
   }                                                                                                         \
   PATCHCONV_CLONES void sum_pixels(const T* grad, const T* x, int64_t pixels, int64_t count,                \
-                                   const Channel<Exact<T>>* c, double* first, double* second) {             \
+                                   const Channel<Exact<T>>* c, double* first, double* second,               \
+                                   double* third) {                                                         \
     for (int64_t p = 0; p < pixels; ++p) {                                                                  \
       for (int64_t k = 0; k < count; ++k) {                                                                 \
         const T value = x[p * count + k];                                                                   \
         const auto g = static_cast<double>(before_relu(grad[p * count + k], value, c[k]));                  \
+        const double d = static_cast<double>(value) - static_cast<double>(c[k].mean);                       \
         first[k] += g;                                                                                      \
-        second[k] += g * (static_cast<double>(value) - static_cast<double>(c[k].mean));                     \
+        second[k] += g * d;                                                                                 \
+        third[k] += d;                                                                                      \
       }                                                                                                     \
     }                                                                                                       \
   }                                                                                                         \
@@ -135,38 +144,40 @@ struct Layout {
 
 template <typename T>
 void sum_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>* c, double* first,
-             double* second) {
+             double* second, double* third) {
   if (!l.last) {
     at::parallel_for(0, l.channels, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, l.images * l.pixels)),
                      [&](int64_t begin, int64_t end) {
                        for (int64_t k = begin; k < end; ++k) {
-                         double sums[2] = {};
+                         double sums[3] = {};
                          for (int64_t image = 0; image < l.images; ++image) {
                            const int64_t row = (image * l.channels + k) * l.pixels;
                            sum_row(grad + row, x + row, l.pixels, c[k], sums);
                          }
                          first[k] = sums[0];
                          second[k] = sums[1];
+                         third[k] = sums[2];
                        }
                      });
     return;
   }
   const int64_t pixels = l.images * l.pixels, chunk = (pixels + kChunks - 1) / kChunks;
   const int64_t chunks = chunk == 0 ? 0 : (pixels + chunk - 1) / chunk;
-  std::vector<double> parts(2 * chunks * l.channels);
+  std::vector<double> parts(3 * chunks * l.channels);
   at::parallel_for(0, chunks, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, chunk * l.channels)),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t part = begin; part < end; ++part) {
                        const int64_t from = part * chunk, place = from * l.channels;
-                       double* sums = parts.data() + 2 * part * l.channels;
+                       double* sums = parts.data() + 3 * part * l.channels;
                        sum_pixels(grad + place, x + place, std::min(pixels, from + chunk) - from, l.channels,
-                                  c, sums, sums + l.channels);
+                                  c, sums, sums + l.channels, sums + 2 * l.channels);
                      }
                    });
   for (const auto part : irange(chunks)) {
     for (const auto k : irange(l.channels)) {
-      first[k] += parts[2 * part * l.channels + k];
-      second[k] += parts[(2 * part + 1) * l.channels + k];
+      first[k] += parts[3 * part * l.channels + k];
+      second[k] += parts[(3 * part + 1) * l.channels + k];
+      third[k] += parts[(3 * part + 2) * l.channels + k];
     }
   }
 }
@@ -226,14 +237,16 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     }
     const auto* from = x.const_data_ptr<scalar_t>();
     const auto* gradient_data = g.const_data_ptr<scalar_t>();
-    std::vector<double> first(layout.channels), second(layout.channels);
+    std::vector<double> first(layout.channels), second(layout.channels), third(layout.channels);
     if ((mask[0] && training) || mask[1] || mask[2]) {
-      sum_all(layout, gradient_data, from, channels.data(), first.data(), second.data());
+      sum_all(layout, gradient_data, from, channels.data(), first.data(), second.data(), third.data());
     }
     const auto count = static_cast<double>(layout.images * layout.pixels);
     for (const auto k : irange(layout.channels)) {
       Channel<Number>& c = channels[k];
       const double inv = number(inverse, k, 1);
+      // The mean was rounded when it was kept; what is left of it in the sum is taken out.
+      if (training && count > 0) second[k] -= first[k] * third[k] / count;
       c.g_mean = static_cast<Number>(training ? first[k] / count : 0);
       c.slope = static_cast<Number>(training ? inv * inv * second[k] / count : 0);
       c.factor = static_cast<Number>(inv * number(w, k, 1));
