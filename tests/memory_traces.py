@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from patchconv_native.memory.records import Held, ModuleFacts, Peak, Stretch, Trace
@@ -233,3 +234,13 @@ def huge(modules: int = 2000, stays: int = 20000, points: int = 200000) -> Trace
     trace.peak = Peak(10**10, trace.curve[points // 3][0], names[7], "aten::mm", "forward")
     trace.peak.held = [Held(names[i % modules], "aten::mm", "forward", 10**6 + i, 1) for i in range(5000)]
     return trace
+
+
+TRACES: dict[str, Callable[[], Trace]] = {
+    "resnet": resnet,
+    "fake": lambda: resnet(fake=True),
+    "checkpointed": lambda: resnet(checkpoint=True),
+    "unfinished": lambda: resnet(error=OUT_OF_MEMORY),
+    "empty": empty,
+    "hostile": hostile,
+}

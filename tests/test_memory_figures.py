@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,12 @@ import pytest
 from memory_traces import OUT_OF_MEMORY
 
 from patchconv_native import memory
-from patchconv_native.memory import MemoryReport, Trace, chart, compare, words
-
-TRACES: dict[str, Callable[[], Trace]] = {
-    "resnet": memory_traces.resnet,
-    "fake": lambda: memory_traces.resnet(fake=True),
-    "checkpointed": lambda: memory_traces.resnet(checkpoint=True),
-    "unfinished": lambda: memory_traces.resnet(error=OUT_OF_MEMORY),
-    "empty": memory_traces.empty,
-    "hostile": memory_traces.hostile,
-}
+from patchconv_native.memory import MemoryReport, chart, compare, words
 
 
-@pytest.fixture(params=TRACES)
+@pytest.fixture(params=memory_traces.TRACES)
 def report(request: pytest.FixtureRequest) -> MemoryReport:
-    return MemoryReport(TRACES[request.param]())
+    return MemoryReport(memory_traces.TRACES[request.param]())
 
 
 @pytest.fixture
@@ -106,7 +96,7 @@ class TestFigures:
     @pytest.mark.parametrize("kind", ["resnet", "fake", "checkpointed", "unfinished"])
     def test_nothing_lies_on_anything(self, kind: str) -> None:
         """No two texts overlap, and none is cut off."""
-        figure = MemoryReport(TRACES[kind]()).plot()
+        figure = MemoryReport(memory_traces.TRACES[kind]()).plot()
         boxes = [(text.get_text(), text.get_window_extent()) for text in self.texts(figure)]
         for index, (one, box) in enumerate(boxes):
             for other, around in boxes[index + 1 :]:

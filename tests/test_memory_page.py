@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import browser
 import memory_traces
 import pytest
-from memory_traces import HOSTILE, OUT_OF_MEMORY
+from memory_traces import HOSTILE
 
 from patchconv_native.memory import MemoryReport, Trace
 from patchconv_native.memory.chart import BANDS
@@ -50,19 +50,9 @@ class Reader(HTMLParser):
         return [attributes for tag, attributes in self.tags if tag == "tr" and "data-depth" in attributes]
 
 
-TRACES = {
-    "resnet": memory_traces.resnet,
-    "fake": lambda: memory_traces.resnet(fake=True),
-    "checkpointed": lambda: memory_traces.resnet(checkpoint=True),
-    "unfinished": lambda: memory_traces.resnet(error=OUT_OF_MEMORY),
-    "empty": memory_traces.empty,
-    "hostile": memory_traces.hostile,
-}
-
-
-@pytest.fixture(params=TRACES)
+@pytest.fixture(params=memory_traces.TRACES)
 def trace(request: pytest.FixtureRequest) -> Trace:
-    return TRACES[request.param]()
+    return memory_traces.TRACES[request.param]()
 
 
 class TestText:

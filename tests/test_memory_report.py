@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import memory_traces
@@ -17,22 +16,13 @@ import pytest
 from memory_traces import HOSTILE, MIB, OUT_OF_MEMORY
 
 from patchconv_native import memory
-from patchconv_native.memory import MemoryReport, Trace, words
+from patchconv_native.memory import MemoryReport, words
 from patchconv_native.memory.report import LOG, ROWS
 
-TRACES: dict[str, Callable[[], Trace]] = {
-    "resnet": memory_traces.resnet,
-    "fake": lambda: memory_traces.resnet(fake=True),
-    "checkpointed": lambda: memory_traces.resnet(checkpoint=True),
-    "unfinished": lambda: memory_traces.resnet(error=OUT_OF_MEMORY),
-    "empty": memory_traces.empty,
-    "hostile": memory_traces.hostile,
-}
 
-
-@pytest.fixture(params=TRACES)
+@pytest.fixture(params=memory_traces.TRACES)
 def report(request: pytest.FixtureRequest) -> MemoryReport:
-    return MemoryReport(TRACES[request.param]())
+    return MemoryReport(memory_traces.TRACES[request.param]())
 
 
 @pytest.fixture

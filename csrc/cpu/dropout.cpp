@@ -15,14 +15,11 @@
 #include <algorithm>
 
 #include "core/philox.h"
+#include "cpu/clones.h"
 
-// One function compiled for several instruction sets and chosen when the library is loaded. Only sets without
-// fused multiply-add, so that the choice does not change how x * scale + shift is rounded.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
-#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2")))
-#else
-#define PATCHCONV_CLONES
-#endif
+// Only instruction sets without fused multiply-add, so that the choice does not change how x * scale + shift
+// is rounded.
+#define PATCHCONV_CLONES PATCHCONV_CLONES_FOR("avx2")
 
 namespace patchconv {
 

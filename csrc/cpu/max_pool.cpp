@@ -20,13 +20,9 @@
 #include <vector>
 
 #include "core/pool.h"
+#include "cpu/clones.h"
 
-// One function compiled for several instruction sets and chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
-#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2")))
-#else
-#define PATCHCONV_CLONES
-#endif
+#define PATCHCONV_CLONES PATCHCONV_CLONES_FOR("avx2")
 
 namespace patchconv {
 

@@ -19,13 +19,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu/clones.h"
 #include "ops/norm.h"
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
-#define PATCHCONV_CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define PATCHCONV_CLONES
-#endif
+#define PATCHCONV_CLONES PATCHCONV_CLONES_FOR("avx2", "avx512f")
 
 namespace patchconv {
 

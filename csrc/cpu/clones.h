@@ -1,0 +1,9 @@
+// One function compiled for several instruction sets and chosen when the library is loaded, where compiler
+// and loader can; elsewhere compiled once.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
+#define PATCHCONV_CLONES_FOR(...) __attribute__((target_clones("default", __VA_ARGS__)))
+#else
+#define PATCHCONV_CLONES_FOR(...)
+#endif
