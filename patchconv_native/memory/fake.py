@@ -50,8 +50,11 @@ class Storages(TorchDispatchMode):
 
     def there_before(self, values: Any) -> None:
         for tensor in tensors(values):
-            if (memory := storage(tensor)) is not None:
+            memory = storage(tensor)
+            if memory is not None and memory._cdata not in self._known:
                 self._known.add(memory._cdata)
+                # Another storage can have its address when it is gone, as a number's that an operator was given.
+                weakref.finalize(memory, self._known.discard, memory._cdata).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
