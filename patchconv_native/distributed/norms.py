@@ -72,22 +72,17 @@ class _Normalized(Function):
         dtype = mean.dtype
         grad = grads[0].to(dtype)
         normed = (x - mean).mul_(rstd)
-        affine = [d for d in range(x.dim()) if weight is None or weight.size(d) == 1]
-        product = grad * normed
-        by_scale, by_shift = product.sum(affine, keepdim=True), grad.sum(affine, keepdim=True)
-        del product
-        scale = by_scale if weight is None else by_scale * weight
-        shift = by_shift if weight is None else by_shift * weight
-        rest = [d for d in dims if d not in affine]
-        if rest:
-            scale, shift = scale.sum(rest, keepdim=True), shift.sum(rest, keepdim=True)
-        if weight is not None and any(d in affine and d not in dims for d in range(x.dim())):
-            # Statistics are finer than the parameters (a sample's, not the batch's).
-            inner = [d for d in dims if d in affine]
-            scaled = grad * weight
-            shift = scaled.sum(inner + rest, keepdim=True)
-            scale = (scaled * normed).sum(inner + rest, keepdim=True)
-        sums = [scale, shift, by_scale, by_shift] if weight is not None or bias is not None else [scale, shift]
+        given = weight if weight is not None else bias
+        over = () if given is None else tuple(d for d in range(x.dim()) if given.size(d) == 1)
+        sums = []
+        if given is not None:
+            sums = [(grad * normed).sum(over, keepdim=True), grad.sum(over, keepdim=True)]
+        if over == dims:  # as in a batch norm: the parameters' gradients are what the input's needs too
+            moved = [s if weight is None else s * weight for s in sums]
+        else:
+            scaled = grad if weight is None else grad * weight
+            moved = [(scaled * normed).sum(dims, keepdim=True), scaled.sum(dims, keepdim=True)]
+        sums = moved + sums
         flat = all_sum(torch.cat([s.flatten() for s in sums]), groups)
         found = [part.view_as(s) for part, s in zip(flat.split([s.numel() for s in sums]), sums, strict=True)]
         gx = None

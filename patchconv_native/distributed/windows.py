@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional, lean_functional, lean_resize
-from .cuts import Axis, Range, Window, hulls, inside, scaled_cuts, source_indices
+from .cuts import Axis, Range, Wanted, Window, hulls, inside, scaled_cuts, source_indices
 from .exchange import fetch
 from .tensor import Axes, SpatialTensor, parameter, refuse, rule, wrap
 
@@ -38,7 +38,7 @@ def reading(
     """
     low, high = reads[axis.index]
     if mode == "zeros":
-        wanted = tuple((inside(one, axis.size),) for one in reads)
+        wanted: Wanted = tuple((inside(one, axis.size),) for one in reads)
         a, b = wanted[axis.index][0]
         before, after = (high - low, 0) if a == b else (a - low, high - b)
         local = fetch(local, dim, axis, wanted, fresh)
