@@ -180,7 +180,9 @@ def differences(got: dict[str, Any], want: dict[str, Any], tolerance: float = 1e
     for name in got.keys() & want.keys():
         a, b = got[name], want[name]
         if (a is None) != (b is None) or (a is not None and a.shape != b.shape):
-            wrong.append(f"{name}: {None if a is None else tuple(a.shape)}, not {None if b is None else tuple(b.shape)}")
+            wrong.append(
+                f"{name}: {None if a is None else tuple(a.shape)}, not {None if b is None else tuple(b.shape)}"
+            )
         elif a is not None and a.numel():
             off = float((a.double() - b.double()).abs().max())
             if not off <= tolerance * max(largest[name.split()[0]], 1e-3):

@@ -20,6 +20,7 @@ from .cuts import Axis, Moves, Range, Wanted, moves
 
 _library.load()
 _cat = torch.ops.patchconv.cat.default
+_alias = torch.ops.aten.alias.default  # view_as changes the strides of dimensions of size 1, and with them the layout
 
 
 class Traffic:
@@ -56,13 +57,18 @@ def _joined(parts: list[Tensor], dim: int, format: torch.memory_format) -> Tenso
     return whole.contiguous(memory_format=format)
 
 
+def _flat(x: Tensor) -> Tensor:
+    """The same memory as a contiguous tensor: process groups take no channels_last."""
+    return x if x.is_contiguous() else x.permute(0, 2, 3, 1)
+
+
 class Transfer:
     """Messages on their way: all of a step are posted at once."""
 
     def __init__(self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         # Named by their number in the group, whatever their number in the world is.
-        posted = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
-        posted += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives]
+        posted = [dist.P2POp(dist.isend, _flat(t), group=group, group_peer=peer) for peer, t in sends]
+        posted += [dist.P2POp(dist.irecv, _flat(t), group=group, group_peer=peer) for peer, t in receives]
         _count([t for _, t in sends])
         self._kept = sends  # until they are sent
         self._works = dist.batch_isend_irecv(posted) if posted else []
@@ -123,7 +129,7 @@ class _Exchange(Function):
         ctx.set_materialize_grads(False)
         ctx.given = (tuple(x.shape), x.dtype, x.device, _format(x)), dim, group, plan, fresh
         came = start(x, dim, group, plan).wait()
-        return (x.view_as(x), *(came[peer] for peer, _ in plan.receives))
+        return (_alias(x), *(came[peer] for peer, _ in plan.receives))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -144,10 +150,14 @@ class _SendBack(Function):
         return (None, None, None, None, *_Exchange.apply(grads[0], *ctx.given, False))
 
 
-def fetch(x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False) -> Tensor:
+def fetch(
+    x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False, pads: tuple[int, int] = (0, 0),
+    fill: float = 0.0,
+) -> Tensor:  # fmt: skip
     """The ranges that this rank wants of the whole image, joined; `x` is its part, cut along `dim`.
 
     fresh: whoever reads the result writes a gradient of its own, to which others' gradients may be added in place.
+    pads: of this rank's result, before and after, with `fill`.
     """
     plan = moves(axis.cuts, wanted, axis.index)
     came: dict[int, Tensor] = {}
@@ -159,7 +169,10 @@ def fetch(x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False) 
         source = x if owner == axis.index else came[owner]
         parts.append(source if length == source.size(dim) else source.narrow(dim, place, length))
     if not parts:
-        return x.narrow(dim, 0, 0)
+        parts.append(x.narrow(dim, 0, 0))
+    for place, length in zip((0, len(parts) + 1), pads, strict=True):
+        if length:
+            parts.insert(place, _sized(x, dim, length, _format(x)).fill_(fill))
     # Not torch's: its input's producer can make it again.
     return parts[0] if len(parts) == 1 else _cat(parts, dim)
 
@@ -197,7 +210,7 @@ class _Shared(Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, groups: tuple[Any, ...]) -> Tensor:
         ctx.groups = groups
-        return value.view_as(value)
+        return _alias(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -234,7 +247,7 @@ class _Scatter(Function):
     def forward(ctx: Any, whole: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.given = dim, axis
         part = whole.narrow(dim, axis.own[0], axis.length)
-        return part.clone(memory_format=_format(whole))
+        return _sized(whole, dim, axis.length, _format(whole)).copy_(part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

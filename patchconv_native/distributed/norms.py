@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import lean_functional
-from .exchange import all_parts, all_sum, summed
+from ..lean import in_lean
+from .exchange import _alias, all_parts, all_sum, shared, summed
 from .tensor import SpatialTensor, aligned, groups_of, parameter, refuse, rule, wrap
 
 
@@ -99,8 +100,6 @@ def _recorded(
     groups: tuple[Any, ...],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients that can be differentiated again: those of the same formula in torch's own functions."""
-    from .exchange import shared
-
     x, weight, bias = given
     mean = summed(x.sum(dims, keepdim=True), groups) / count
     centred = x - shared(mean, groups)
@@ -115,12 +114,62 @@ def _recorded(
     return [next(found) if n and t is not None else None for t, n in zip(given, needed, strict=False)]
 
 
+class _Corrected(Function):
+    """x, as the input of a norm that takes its moments for constants: adds to the gradient what they would.
+
+    The norm then is one whose output can be made again (batch norm in eval mode), and x is kept once. With h the
+    gradient that comes, which has the norm's scale in it: h - mean(h) - normed * mean(h * normed), over all parts.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: int, dims: tuple[int, ...], groups: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.given = count, dims, groups
+        return _alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise refuse("create_graph=True", "norms of converted models on parts have no second derivative here")
+        x, mean, rstd = ctx.saved_tensors
+        count, dims, groups = ctx.given
+        grad = grads[0].to(mean.dtype)
+        normed = (x - mean).mul_(rstd)
+        sums = torch.stack([grad.sum(dims, keepdim=True), (grad * normed).sum(dims, keepdim=True)])
+        shift, scale = all_sum(sums, groups).div_(count).unbind(0)
+        return (grad - normed.mul_(scale).add_(shift)).to(x.dtype), None, None, None, None, None
+
+
+def _lean(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: tuple[int, ...], eps: float, groups: tuple[Any, ...],
+    found: tuple[Tensor, Tensor, int],
+) -> Tensor:  # fmt: skip
+    """x: (N, C, ...), or (N, G, C / G, ...) with a mean for each sample and group; weight, bias: (C,)."""
+    mean, var, count = found
+    dtype = _precise(x)
+    mean, var = mean.to(dtype), var.to(dtype)
+    given = _Corrected.apply(x, mean, (var + eps).rsqrt(), count, dims, groups) if x.requires_grad else x
+    weight, bias = (None if t is None else shared(t, groups) for t in (weight, bias))
+    if 0 in dims:
+        return lean_functional.batch_norm(given, mean.flatten(), var.flatten(), weight, bias, False, 0.0, eps)
+    # Every sample's channels as channels of one sample.
+    flat = given.flatten(0, 2).unsqueeze(0)
+    mean, var = (t.expand(*x.shape[:3], *t.shape[3:]).reshape(-1) for t in (mean, var))
+    weight, bias = (None if t is None else t.repeat(x.size(0)) for t in (weight, bias))
+    return lean_functional.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
+
+
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], dims: tuple[int, ...], eps: float,
     groups: tuple[Any, ...], found: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """shape: of the parameters, for broadcasting against x."""
-    mean, var, count = found or moments(x, dims, groups)
+    found = found or moments(x, dims, groups)
+    mean, var, count = found
+    if in_lean() and torch.is_grad_enabled() and (0 in dims or (shape and (x.size(0) == 1 or x.is_contiguous()))):
+        return _lean(x, weight, bias, dims, eps, groups, found)
     weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
     return _Normalized.apply(x, weight, bias, mean, var, count, dims, eps, groups)
 
@@ -208,13 +257,17 @@ def instance_norm(
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims, groups = tuple(range(2, input.dim())), groups_of(input.axes)
-    mean, var, count = found = moments(input._local, dims, groups)
+    mean, var, count = moments(input._local, dims, groups)
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.shape}")
     _move(running_mean, mean.mean(0), momentum)
     _move(running_var, var.mean(0) * (count / (count - 1)), momentum)
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    return SpatialTensor(_normalize(input._local, weight, bias, shape, dims, eps, groups, found), input.axes)
+    # As groups of one channel.
+    grouped = input._local.unsqueeze(2)
+    found = mean.unsqueeze(2), var.unsqueeze(2), count
+    shape = [1, -1] + [1] * (input.dim() - 1)
+    y = _normalize(grouped, weight, bias, shape, tuple(range(2, input.dim() + 1)), eps, groups, found)
+    return SpatialTensor(y.squeeze(2), input.axes)
 
 
 @rule(F.layer_norm)

@@ -30,23 +30,17 @@ def _pair(value: Any) -> list[int]:
 
 
 def reading(
-    local: Tensor, dim: int, axis: Axis, reads: list[Range], mode: str = "zeros", fill: float | None = 0.0,
-    fresh: bool = True,
-) -> tuple[Tensor, int, int]:  # fmt: skip
-    """What this rank reads, `reads` being the ranges of all ranks, which may reach into the padding. Gives the tensor
-    and how much padding it lacks before and after: none, but in mode "zeros" with fill=None.
+    local: Tensor, dim: int, axis: Axis, reads: list[Range], mode: str = "zeros", fill: float = 0.0, fresh: bool = True
+) -> Tensor:
+    """What this rank reads, `reads` being the ranges of all ranks, which may reach into the padding; with the padding,
+    so that one copy serves for both.
     """
     low, high = reads[axis.index]
     if mode == "zeros":
         wanted: Wanted = tuple((inside(one, axis.size),) for one in reads)
         a, b = wanted[axis.index][0]
-        before, after = (high - low, 0) if a == b else (a - low, high - b)
-        local = fetch(local, dim, axis, wanted, fresh)
-        if fill is None and a < b:
-            return local, before, after
-        if before or after:
-            local = lean_resize.pad(local, _pads(local.dim(), dim, before, after), value=fill or 0.0)
-        return local, 0, 0
+        pads = (high - low, 0) if a == b else (a - low, high - b)
+        return fetch(local, dim, axis, wanted, fresh, pads, fill)
     indices = [source_indices(mode, one, axis.size) for one in reads]
     wanted = tuple(hulls(one) for one in indices)
     local = fetch(local, dim, axis, wanted, fresh)
@@ -55,12 +49,7 @@ def reading(
         places = {i: n for n, i in enumerate(order)}
         at = torch.tensor([places[i] for i in indices[axis.index]], device=local.device)
         local = _in_format(local.index_select(dim, at), local)
-    return local, 0, 0
-
-
-def _pads(dims: int, dim: int, before: int, after: int) -> list[int]:
-    """As F.pad wants them: the last dimension first."""
-    return [0, 0] * (dims - 1 - dim) + [before, after]
+    return local
 
 
 def _in_format(made: Tensor, like: Tensor) -> Tensor:
@@ -118,8 +107,8 @@ def conv2d(
             )
         axes[d] = axis.cut_at(window.small_cuts("conv2d", axis, size))
         reads = [window.reads(part) for part in axes[d].parts()]
-        local, before, after = reading(local, d, axis, reads, padding_mode, None)
-        left += [before, after]
+        local = reading(local, d, axis, reads, padding_mode)
+        left += [0, 0]
     weight, bias = parameter(weight, input), parameter(bias, input)
     y = functional.conv2d(
         local, weight, bias, strides, left, dilations, groups, padding_mode=padding_mode, splits=splits
@@ -155,7 +144,7 @@ def conv_transpose2d(
             a, b = window.touches(part, axis.size)
             a = min(max(a, 0), axis.size - 1)
             reads.append((a, max(b, a + 1)))
-        local, _, _ = reading(local, d, axis, reads)
+        local = reading(local, d, axis, reads)
         a, b = reads[axis.index]
         low, high = axes[d].own
         begin = a * strides[i] - pads[i]  # of what these inputs give without padding
@@ -210,7 +199,7 @@ def _read_for_pool(
         if size < 1:
             raise RuntimeError(f"{function}: expected {axis.name} to be at least the window's, got {axis.size}")
         axes[d] = axis.cut_at(window.small_cuts(function, axis, size))
-        local, _, _ = reading(local, d, axis, [window.reads(part) for part in axes[d].parts()], fill=fill)
+        local = reading(local, d, axis, [window.reads(part) for part in axes[d].parts()], fill=fill)
         padding[i] = 0
     return local, axes, padding
 
@@ -276,7 +265,7 @@ def _adaptive(
         axis = x.axes[d]
         axes[d] = axis.cut_at(scaled_cuts(function, axis, size))
         reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].parts()]
-        local, _, _ = reading(local, d, axis, reads, fresh=False)
+        local = reading(local, d, axis, reads, fresh=False)
         begin = reads[axis.index][0]
         rows = []
         for p in range(*axes[d].own):
@@ -347,7 +336,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
             raise RuntimeError(f"pad: expected an output of at least 1 along {axis.name}, got {size}")
         axes[d] = axis.cut_at(Window(1, before=before).small_cuts("pad", axis, size))
         reads = [(a - before, b - before) for a, b in axes[d].parts()]
-        local, _, _ = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
+        local = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
     if any(rest):
         local = lean_resize.pad(local, rest, mode, value)
     return wrap(local, axes)
@@ -444,7 +433,7 @@ def interpolate(
         axes[d] = axis.cut_at(scaled_cuts("interpolate", axis, out))
         found = [_taps(mode, axis.size, out, scale, bool(align_corners), part) for part in axes[d].parts()]
         reads = [(int(taps.min()), int(taps.max()) + 1) for taps, _ in found]
-        local, _, _ = reading(local, d, axis, reads, fresh=False)
+        local = reading(local, d, axis, reads, fresh=False)
         taps, weights = found[axis.index]
         local = _resampled(local, d, taps - reads[axis.index][0], weights)
     return SpatialTensor(local, axes)
