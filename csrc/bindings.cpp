@@ -198,6 +198,56 @@ py::dict census_events(patchconv::Census& census) {
   return d;
 }
 
+using Ends = std::pair<int64_t, int64_t>;  // of a range: [first, second)
+
+patchconv::ConvDim geometry_dim(int64_t big, int64_t small, int64_t kernel, int64_t stride, int64_t dilation,
+                                int64_t pad_before) {
+  return {big, small, kernel, stride, dilation, pad_before, 0};
+}
+
+void bind_geometry(py::module& m) {
+  auto geometry =
+      m.def_submodule("geometry", "core/geometry.h, along one dimension; ranges are (begin, end).");
+  geometry.def(
+      "piece_of",
+      [](int64_t size, int64_t pieces, int64_t index) {
+        const auto range = patchconv::piece_of(size, pieces, index);
+        return Ends{range.begin, range.end};
+      },
+      py::arg("size"), py::arg("pieces"), py::arg("index"));
+  geometry.def(
+      "big_range",
+      [](Ends small, int64_t kernel, int64_t stride, int64_t dilation, int64_t pad_before) {
+        const auto range =
+            geometry_dim(0, 0, kernel, stride, dilation, pad_before).big_range({small.first, small.second});
+        return Ends{range.begin, range.end};
+      },
+      py::arg("small"), py::kw_only(), py::arg("kernel"), py::arg("stride"), py::arg("dilation"),
+      py::arg("pad_before"));
+  geometry.def(
+      "small_range",
+      [](Ends big, int64_t size, int64_t kernel, int64_t stride, int64_t dilation, int64_t pad_before) {
+        const auto range =
+            geometry_dim(0, size, kernel, stride, dilation, pad_before).small_range({big.first, big.second});
+        return Ends{range.begin, range.end};
+      },
+      py::arg("big"), py::kw_only(), py::arg("size"), py::arg("kernel"), py::arg("stride"),
+      py::arg("dilation"), py::arg("pad_before"), "Clipped to [0, size).");
+  geometry.def(
+      "source_indices",
+      [](const std::string& padding_mode, Ends range, int64_t size) {
+        patchconv::PaddingMode mode;
+        if (!patchconv::parse_padding_mode(padding_mode, &mode)) {
+          throw py::value_error(
+              "source_indices: expected padding_mode to be 'zeros', 'reflect', 'replicate' or "
+              "'circular', got '" +
+              padding_mode + "'");
+        }
+        return patchconv::source_indices(mode, {range.first, range.second}, size);
+      },
+      py::arg("padding_mode"), py::arg("range"), py::arg("size"));
+}
+
 void bind_census(py::module& m) {
   using patchconv::Census;
   py::class_<Census, std::shared_ptr<Census>>(m, "Census", "Every allocation of one step, between marks.")
@@ -257,4 +307,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("weight_stride"), py::arg("dtype"), py::arg("weight_dtype"), py::arg("device"),
         py::arg("pass_"), "How a convolution of these sizes would be computed.");
   bind_census(m);
+  bind_geometry(m);
 }

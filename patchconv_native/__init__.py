@@ -42,6 +42,17 @@ __version__ = build_info()["version"]
 
 globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
+
+
+def __getattr__(name: str) -> object:
+    """`pc.distributed`, imported when it is first asked for: it needs torch.distributed."""
+    if name == "distributed":
+        import importlib
+
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "BudgetError",
     "BuildMismatchError",

@@ -1,0 +1,263 @@
+"""What travels between ranks, as differentiable operators on plain tensors.
+
+Two kinds of values: a part of an image, another one on every rank; and a value that is the same on every rank. What
+goes from one kind to the other has a gradient that follows from that: a parameter (the same everywhere) that is used
+on parts gets the sum of all ranks' gradients, and a sum over all parts hands the gradient that comes (the same
+everywhere) to each part once. All of it can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import _library
+from .cuts import Axis, Moves, Range, Wanted, moves
+
+_library.load()
+_cat = torch.ops.patchconv.cat.default
+
+
+class Traffic:
+    """Counts what this rank sends while it is open: `messages` and `bytes` of parts of images, `reduced` bytes of what
+    is summed or merged over ranks.
+    """
+
+    _open: list[Traffic] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = self.reduced = 0
+
+    def __enter__(self) -> Traffic:
+        self._open.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.remove(self)
+
+
+def _count(tensors: list[Tensor]) -> None:
+    for traffic in Traffic._open:
+        traffic.messages += len(tensors)
+        traffic.bytes += sum(t.nbytes for t in tensors)
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _joined(parts: list[Tensor], dim: int, format: torch.memory_format) -> Tensor:
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole.contiguous(memory_format=format)
+
+
+class Transfer:
+    """Messages on their way: all of a step are posted at once."""
+
+    def __init__(self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
+        # Named by their number in the group, whatever their number in the world is.
+        posted = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
+        posted += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives]
+        _count([t for _, t in sends])
+        self._kept = sends  # until they are sent
+        self._works = dist.batch_isend_irecv(posted) if posted else []
+        self.came = dict(receives)
+
+    def wait(self) -> dict[int, Tensor]:
+        for work in self._works:
+            work.wait()
+        self._kept = []
+        return self.came
+
+
+def _sized(like: Tensor, dim: int, length: int, format: torch.memory_format) -> Tensor:
+    shape = list(like.shape)
+    shape[dim] = length
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=format)
+
+
+def start(x: Tensor, dim: int, group: Any, plan: Moves) -> Transfer:
+    """Sends what others want of `x`, and receives what this rank wants of them."""
+    format = _format(x)
+    x = x.detach()
+    sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim, format)) for peer, ranges in plan.sends]
+    receives = [(peer, _sized(x, dim, count, format)) for peer, count in plan.receives]
+    return Transfer(group, sends, receives)
+
+
+def _send_back(
+    grad: Tensor | None, came: list[Tensor | None], like: tuple[Any, ...], dim: int, group: Any, plan: Moves, own: bool
+) -> Tensor:
+    """The reverse: gradients of what came go to where it came from, and are added there. `own`: to `grad` itself."""
+    shape, dtype, device, format = like
+    if grad is None:
+        grad, own = torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=format), True
+    sends, receives = [], []
+    for (peer, count), g in zip(plan.receives, came, strict=True):
+        g = _sized(grad, dim, count, format).zero_() if g is None else g.detach().contiguous(memory_format=format)
+        sends.append((peer, g))
+    for peer, ranges in plan.sends:
+        receives.append((peer, _sized(grad, dim, sum(b - a for a, b in ranges), format)))
+    back = Transfer(group, sends, receives).wait()
+    if not plan.sends:
+        return grad
+    grad = grad if own else grad.clone()
+    for peer, ranges in plan.sends:
+        place = 0
+        for a, b in ranges:
+            grad.narrow(dim, a, b - a).add_(back[peer].narrow(dim, place, b - a))
+            place += b - a
+    return grad
+
+
+class _Exchange(Function):
+    """x -> (x, what came from each rank). The first output is a view, of which a producer of x is still known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any, plan: Moves, fresh: bool) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.given = (tuple(x.shape), x.dtype, x.device, _format(x)), dim, group, plan, fresh
+        came = start(x, dim, group, plan).wait()
+        return (x.view_as(x), *(came[peer] for peer, _ in plan.receives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        like, dim, group, plan, fresh = ctx.given
+        if torch.is_grad_enabled():
+            return (_SendBack.apply(like, dim, group, plan, *grads), None, None, None, None)
+        return (_send_back(grads[0], list(grads[1:]), like, dim, group, plan, fresh), None, None, None, None)
+
+
+class _SendBack(Function):
+    @staticmethod
+    def forward(ctx: Any, like: Any, dim: int, group: Any, plan: Moves, *grads: Tensor | None) -> Tensor:
+        ctx.given = dim, group, plan
+        return _send_back(grads[0], list(grads[1:]), like, dim, group, plan, False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return (None, None, None, None, *_Exchange.apply(grads[0], *ctx.given, False))
+
+
+def fetch(x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False) -> Tensor:
+    """The ranges that this rank wants of the whole image, joined; `x` is its part, cut along `dim`.
+
+    fresh: whoever reads the result writes a gradient of its own, to which others' gradients may be added in place.
+    """
+    plan = moves(axis.cuts, wanted, axis.index)
+    came: dict[int, Tensor] = {}
+    if plan.anyone:
+        out = _Exchange.apply(x, dim, axis.group, plan, fresh)
+        x, came = out[0], dict(zip((peer for peer, _ in plan.receives), out[1:], strict=True))
+    parts = []
+    for owner, place, length in plan.pieces:
+        source = x if owner == axis.index else came[owner]
+        parts.append(source if length == source.size(dim) else source.narrow(dim, place, length))
+    if not parts:
+        return x.narrow(dim, 0, 0)
+    # Not torch's: its input's producer can make it again.
+    return parts[0] if len(parts) == 1 else _cat(parts, dim)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sums, and values that are the same everywhere.
+
+
+def all_sum(values: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    """Over all ranks of the groups; half precision is added in float32. The same bits on every rank."""
+    total = values.detach().to(torch.float32 if values.dtype in (torch.half, torch.bfloat16) else values.dtype)
+    total = total.clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+        for traffic in Traffic._open:
+            traffic.reduced += total.nbytes
+    return total.to(values.dtype)
+
+
+def all_parts(values: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    """Every rank's `values`, stacked."""
+    values = values.detach().contiguous()[None]
+    for group in groups:
+        found = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, values, group=group)
+        for traffic in Traffic._open:
+            traffic.reduced += values.nbytes
+        values = torch.cat(found)
+    return values
+
+
+class _Shared(Function):
+    """The same everywhere -> used on parts."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: tuple[Any, ...]) -> Tensor:
+        ctx.groups = groups
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Summed.apply(grads[0], ctx.groups), None
+
+
+class _Summed(Function):
+    """Of parts -> their sum, the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: tuple[Any, ...]) -> Tensor:
+        ctx.groups = groups
+        return all_sum(value, groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Shared.apply(grads[0], ctx.groups), None
+
+
+def shared(value: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    """A value that is the same on every rank, for use on parts: its gradient is the sum of all ranks'."""
+    return _Shared.apply(value, groups) if value.requires_grad and torch.is_grad_enabled() else value
+
+
+def summed(value: Tensor, groups: tuple[Any, ...]) -> Tensor:
+    """The sum of all ranks' values, the same on every rank."""
+    return _Summed.apply(value, groups)
+
+
+class _Scatter(Function):
+    """The whole, the same everywhere -> this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.given = dim, axis
+        part = whole.narrow(dim, axis.own[0], axis.length)
+        return part.clone(memory_format=_format(whole))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(grads[0], *ctx.given), None, None
+
+
+class _Gather(Function):
+    """Parts -> the whole, the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, axis: Axis) -> Tensor:
+        ctx.given = dim, axis
+        everything: tuple[Range, ...] = ((0, axis.size),)
+        return fetch(part.detach(), dim, axis, (everything,) * axis.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Scatter.apply(grads[0], *ctx.given), None, None
+
+
+def scatter_part(whole: Tensor, dim: int, axis: Axis) -> Tensor:
+    return _Scatter.apply(whole, dim, axis)
+
+
+def gather_part(part: Tensor, dim: int, axis: Axis) -> Tensor:
+    return _Gather.apply(part, dim, axis)

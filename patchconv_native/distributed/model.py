@@ -1,0 +1,116 @@
+"""`spatial`: a model whose images are shared out between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .moving import gather, plan_axes, scatter
+from .tensor import Axes, SpatialTensor, scattered
+
+# Modules that mix all places by matrix products. They get the whole image, and every rank computes all of it.
+_ATTENTION: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_ATTENTION_NAMES = frozenset(("Attention", "AttentionBlock", "AttnBlock"))
+
+Which = str | type[nn.Module]
+
+
+class _Gathered:
+    """A forward that gathers its inputs, runs whole on every rank, and keeps this rank's part of what comes out."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found: list[Axes] = []
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, SpatialTensor):
+                found.append(value.axes)
+                return gather(value)
+            return value
+
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, whole, (args, kwargs))
+        result = self.forward(*args, **kwargs)
+        if not found:
+            return result
+        axes = found[0]
+
+        def part(value: Tensor) -> Tensor:
+            fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
+            return scattered(value, axes) if fits else value
+
+        return torch.utils._pytree.tree_map_only(Tensor, part, result)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, _ATTENTION) or type(module).__name__ in _ATTENTION_NAMES
+
+
+def _chosen(model: nn.Module, gathered: Iterable[Which]) -> list[str]:
+    names, modules = [], dict(model.named_modules())
+    for which in gathered:
+        if isinstance(which, str):
+            if which not in modules:
+                raise ValueError(f"spatial: expected gather to name modules of the model, got {which!r}")
+            names.append(which)
+        elif isinstance(which, type) and issubclass(which, nn.Module):
+            names += [name for name, module in modules.items() if isinstance(module, which)]
+        else:
+            raise TypeError(f"spatial: expected gather to hold names and module classes, got {which!r}")
+    names += [name for name, module in modules.items() if _is_attention(module)]
+    unique = sorted(set(names))
+    return [name for name in unique if not any(name.startswith(outer + ".") for outer in unique)]
+
+
+def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which] = ()) -> nn.Module:
+    """Prepares a model, in place, for images of which each rank of `mesh` holds a part; returns it.
+
+    Afterwards the model takes `SpatialTensor`s (`scatter` makes them), or a whole image, the same on every rank, of
+    which it takes this rank's part. Inside, layers exchange the rows (columns) that their geometry asks for, norms use
+    the statistics of the whole image, and what is pooled over the whole image is a plain tensor, the same on every
+    rank. Parameters and buffers stay whole on every rank and must be equal on all of them; after `backward()` each
+    `p.grad` is the gradient of the whole image, the same on every rank. Parameters used after a global pool are used
+    alike by every rank and are not summed. state_dict is what it was.
+
+    mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension for each letter of dims ("H", "W" or "HW"). For
+    data parallelism besides, give this function the mesh's spatial part and DistributedDataParallel the other group.
+
+    gather: names or classes of modules that get the whole image on every rank, and give back a part, for what has no
+    exact rule on parts. Attention (nn.MultiheadAttention, nn.TransformerEncoderLayer, and classes named Attention,
+    AttentionBlock or AttnBlock) always runs so: `spatial_report(model)` names them.
+
+    Raises ValueError for an unknown name, a mesh that does not fit dims, and a model that was prepared before.
+    """
+    plan_axes("spatial", mesh, dims, (2**40, 2**40), 2)
+    if getattr(model, "_patchconv_spatial", None) is not None:
+        raise ValueError("spatial: this model was prepared before")
+    names = _chosen(model, gather)
+    for name in names:
+        module = model.get_submodule(name)
+        vars(module)["forward"] = _Gathered(module.forward)
+
+    def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def part(value: Any) -> Any:
+            if not isinstance(value, Tensor) or isinstance(value, SpatialTensor) or value.dim() != 4:
+                return value
+            return scatter(value, mesh, dims)
+
+        return tuple(part(value) for value in args)
+
+    vars(model)["_patchconv_spatial"] = tuple(names)
+    model.register_forward_pre_hook(take)
+    return model
+
+
+def spatial_report(model: nn.Module) -> str:
+    """What `spatial` made of a model: the modules that run gathered, whole on every rank."""
+    names = getattr(model, "_patchconv_spatial", None)
+    if names is None:
+        raise ValueError("spatial_report: expected a model that spatial() has prepared")
+    if not names:
+        return "Every module runs on parts."
+    return "Run gathered, whole on every rank: " + ", ".join(name or "the model itself" for name in names)

@@ -1,0 +1,142 @@
+"""Between whole tensors, parts, and parts with a halo: `scatter`, `gather`, `halo_exchange`, and DTensor's ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .cuts import Axis, Range, even, inside
+from .exchange import fetch, gather_part
+from .tensor import SpatialTensor, scattered
+
+
+def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_dim: int) -> dict[int, Axis]:
+    """The axes of an image whose height and width (`sizes`) are dimensions first_dim and first_dim + 1."""
+    if dims not in ("H", "W", "HW"):
+        raise ValueError(f"{operator}: expected dims to be 'H', 'W' or 'HW', got {dims!r}")
+    if mesh.ndim != len(dims):
+        raise ValueError(
+            f"{operator}: expected a mesh of {len(dims)} dimension{'s' if len(dims) > 1 else ''} for dims={dims!r}, "
+            f"got {mesh.ndim}; take a part of it, as in mesh['name']"
+        )
+    axes = {}
+    for place, name in enumerate(dims):
+        group = mesh.get_group(place)
+        which = "HW".index(name)
+        cuts = even(operator, name, sizes[which], dist.get_world_size(group))
+        axes[first_dim + which] = Axis(name, cuts, group, dist.get_rank(group))
+    return axes
+
+
+def scatter(image: Tensor, mesh: Any, dims: str = "H") -> SpatialTensor:
+    """This rank's part of an image that is the same on every rank: (N, C, H, W) or (C, H, W), cut evenly.
+
+    dims: "H", "W" or "HW", cut between the ranks of a DeviceMesh of one or two dimensions. Nothing is sent; the part is
+    a copy, so that the whole can be freed. Differentiable: every rank gets the whole image's gradient. ValueError, on
+    every rank, for fewer rows or columns than ranks, and where mesh and dims do not fit.
+    """
+    if isinstance(image, SpatialTensor):
+        raise TypeError("scatter: expected image to be a whole tensor, got a SpatialTensor")
+    if image.dim() not in (3, 4):
+        raise ValueError(
+            f"scatter: expected image to have dimensions (N, C, H, W) or (C, H, W), got {tuple(image.shape)}"
+        )
+    return scattered(image, plan_axes("scatter", mesh, dims, image.shape[-2:], image.dim() - 2))
+
+
+def gather(x: Tensor) -> Tensor:
+    """The whole, the same on every rank. Its gradient, the same on every rank too, is taken once: each rank's own part
+    of it goes to that rank's part. A plain tensor is returned as it is.
+    """
+    if not isinstance(x, SpatialTensor):
+        return x
+    whole = x._local
+    for d, axis in reversed(x.axes.items()):
+        whole = gather_part(whole, d, axis)
+    return whole
+
+
+def recut(x: SpatialTensor, cuts: dict[int, tuple[int, ...]]) -> SpatialTensor:
+    """The same value, cut elsewhere."""
+    local, axes = x._local, dict(x.axes)
+    for d, places in cuts.items():
+        axis = axes[d]
+        if places != axis.cuts:
+            axes[d] = axis.cut_at(places)
+            local = fetch(local, d, axis, tuple((part,) for part in axes[d].parts()))
+    return x if axes == x.axes else SpatialTensor(local, axes)
+
+
+def halo_exchange(x: SpatialTensor, halo: int | tuple[int, ...]) -> Tensor:
+    """This rank's part with `halo` more rows (and columns) of its neighbours on either side, as a plain tensor.
+
+    halo: a number for every cut dimension, two (before, after) for every one, or two for each. Nothing is added beyond
+    the image's border. Any width is served, also one that reaches past the next rank. Differentiable: gradients of the
+    halo go back to the rank it came from and are added there.
+    """
+    if not isinstance(x, SpatialTensor):
+        raise TypeError(f"halo_exchange: expected a SpatialTensor, got {type(x).__name__}")
+    widths = [halo] * 2 if isinstance(halo, int) else list(halo)
+    if len(widths) == 2:
+        widths = widths * len(x.axes)
+    if len(widths) != 2 * len(x.axes) or any(not isinstance(w, int) or w < 0 for w in widths):
+        raise ValueError(
+            f"halo_exchange: expected halo to be 1, 2 or {2 * len(x.axes)} numbers that are not negative, got {halo!r}"
+        )
+    local = x._local
+    for place, (d, axis) in enumerate(x.axes.items()):
+        before, after = widths[2 * place : 2 * place + 2]
+        wanted: list[tuple[Range, ...]] = [(inside((a - before, b + after), axis.size),) for a, b in axis.parts()]
+        local = fetch(local, d, axis, tuple(wanted))
+    return local
+
+
+def _torchs_cuts(axis: Axis) -> tuple[int, ...]:
+    """DTensor's: pieces of the same size, the last ones smaller or empty."""
+    piece = -(-axis.size // axis.ranks)
+    return tuple(min(rank * piece, axis.size) for rank in range(axis.ranks + 1))
+
+
+def to_dtensor(x: SpatialTensor, mesh: Any) -> Any:
+    """As a DTensor on `mesh`, the one that it was scattered over; its Shard cuts elsewhere where sizes are uneven, and
+    rows move between ranks then. Differentiable.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+    order = {d: next((i for i, g in enumerate(groups) if g is axis.group), None) for d, axis in x.axes.items()}
+    if len(groups) != len(x.axes) or None in order.values():
+        raise ValueError("to_dtensor: expected mesh to be the one that the SpatialTensor is cut over")
+    local = x._local
+    for d, axis in x.axes.items():
+        cuts = _torchs_cuts(axis)
+        if cuts != axis.cuts:
+            wanted = tuple(((cuts[r], cuts[r + 1]),) for r in range(axis.ranks))
+            local = fetch(local, d, axis, wanted)
+    placements = [Shard(d) for d, _ in sorted(order.items(), key=lambda item: item[1] or 0)]
+    whole = torch.empty(x.shape, device="meta")
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=whole.shape,
+                              stride=whole.stride())  # fmt: skip
+
+
+def from_dtensor(x: Any, dims: str = "H") -> SpatialTensor:
+    """A DTensor of shape (N, C, H, W) or (C, H, W) whose placements are Shard of the dimensions that `dims` names, in
+    its mesh's order. ValueError for other placements.
+    """
+    from torch.distributed.tensor import Shard
+
+    first = x.dim() - 2
+    wanted = tuple(Shard(first + "HW".index(name)) for name in dims if name in "HW")
+    if tuple(x.placements) != wanted:
+        raise ValueError(f"from_dtensor: expected placements {wanted} for dims={dims!r}, got {tuple(x.placements)}")
+    axes = plan_axes("from_dtensor", x.device_mesh, dims, x.shape[-2:], first)
+    local = x.to_local()
+    for d, axis in axes.items():
+        old = axis.cut_at(_torchs_cuts(axis))
+        if old.cuts != axis.cuts:
+            local = fetch(local, d, old, tuple((part,) for part in axis.parts()))
+    return SpatialTensor(local, axes)

@@ -1,0 +1,253 @@
+"""Rules for what does not mix places: attributes, arithmetic, activations, dropout, casts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..lean import _Redirect, in_lean
+from .tensor import SpatialTensor, aligned, local_of, name_of, parameter, refuse, rule, rules, wrap
+
+_nn: Any = torch._C._nn
+
+
+def fitting(function: Any) -> Any:
+    """The function itself, or in a `lean()` block (a converted layer's among them) the one that keeps less."""
+    return _Redirect.table.get(function, function) if in_lean() else function
+
+
+def _both(names: str) -> list[Any]:
+    """torch.xxx and Tensor.xxx, as far as they exist."""
+    found = [getattr(place, name, None) for name in names.split() for place in (torch, Tensor)]
+    return [f for f in found if f is not None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Attributes. Sizes are the whole's, and the wrapper has them itself; the graph is the local tensor's.
+
+
+def _on_wrapper(function: Any) -> Callable[..., Any]:
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return serve
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_quantized is_nested is_xla itemsize"
+_SIZE_METHODS = "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
+rules(_on_wrapper, map(_getter, _SIZES.split()))
+rules(_on_wrapper, (getattr(Tensor, name) for name in _SIZE_METHODS.split()))
+rules(_on_wrapper, (torch.is_floating_point, torch.is_complex, torch.numel))
+
+
+def _on_local(function: Any) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: function(local_of(x), *args, **kwargs)
+
+
+rules(_on_local, map(_getter, ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr")))
+rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad))
+
+
+@rule(_getter("grad"))
+def _grad(x: SpatialTensor) -> Tensor | None:
+    return None if x._local.grad is None else wrap(x._local.grad, x.axes)
+
+
+@rule(getattr(Tensor, "requires_grad").__set__)  # noqa: B009
+def _set_requires_grad(x: SpatialTensor, value: bool) -> None:
+    x._local.requires_grad = value
+
+
+@rule(Tensor.requires_grad_)
+def _requires_grad(x: SpatialTensor, value: bool = True) -> SpatialTensor:
+    x._local.requires_grad_(value)
+    return x
+
+
+@rule(Tensor.__hash__)
+def _hash(x: SpatialTensor) -> int:
+    return id(x)
+
+
+@rule(Tensor.backward)
+def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Of a value whose gradient is given: its part on every rank. Gradients that need other ranks' parts are right."""
+    if gradient is None:
+        raise refuse("Tensor.backward", "it needs a gradient, or a number: sum or average it")
+    values, _ = aligned("Tensor.backward", (x, gradient))
+    values[0].backward(values[1], *args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions of one image, with numbers besides. In place on the local tensor where the name says so.
+
+_UNARY = (
+    "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
+    "tanh asin acos atan sigmoid relu erf erfc erfinv floor ceil round trunc frac sign sgn isnan isinf isfinite "
+    "logical_not bitwise_not nan_to_num positive logit deg2rad rad2deg clone detach zeros_like ones_like empty_like "
+    "full_like clamp_min clamp_max clip"
+)
+_LOCAL_METHODS = (
+    "double float half bfloat16 bool int long short cpu cuda detach_ relu_ sigmoid_ tanh_ exp_ sqrt_ neg_ abs_ clamp_ "
+    "clamp_min_ clamp_max_ zero_ fill_ __neg__ __abs__ __invert__ square_ rsqrt_ round_ floor_ __pos__ nan_to_num_"
+)
+_LOCAL_FUNCTIONS = (
+    F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
+    F.hardtanh, F.softplus, F.softsign, F.tanhshrink, F.hardshrink, F.softshrink, F.logsigmoid, F.threshold,
+    F.sigmoid, F.tanh, _nn.gelu, _nn.softplus, _nn.log_sigmoid, _nn.softshrink, torch.threshold, torch.celu, torch.selu,
+    torch.relu_, F.leaky_relu_, F.elu_, F.hardtanh_, torch.celu_, torch.selu_, F.gelu,
+    torch.hardshrink,
+)  # fmt: skip
+
+
+def _unary(function: Any) -> Callable[..., Any]:
+    in_place_name = name_of(function)
+    in_place_name = in_place_name if in_place_name.endswith("_") and not in_place_name.startswith("__") else ""
+
+    def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, SpatialTensor) or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
+            raise refuse(name_of(function), "it takes one SpatialTensor, and numbers besides")
+        local = fitting(function)(x._local, *args, **kwargs)
+        return x if in_place_name or local is x._local else wrap(local, x.axes)
+
+    return serve
+
+
+rules(_unary, _both(_UNARY))
+rules(_unary, (getattr(Tensor, name) for name in _LOCAL_METHODS.split() if hasattr(Tensor, name)))
+rules(_unary, _LOCAL_FUNCTIONS)
+
+
+def _cast(function: Any) -> Callable[..., Any]:
+    def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
+        local = function(local_of(x), *(local_of(a) for a in args), **{k: local_of(v) for k, v in kwargs.items()})
+        return wrap(local, x.axes) if isinstance(x, SpatialTensor) else local
+
+    return serve
+
+
+rules(_cast, (Tensor.to, Tensor.type_as, Tensor.contiguous, Tensor.type))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions of several tensors, place by place.
+
+_BINARY = (
+    "add sub subtract mul multiply div divide true_divide floor_divide pow maximum minimum fmax fmin atan2 hypot eq ne "
+    "lt le gt ge greater less greater_equal less_equal not_equal logical_and logical_or logical_xor remainder fmod "
+    "lerp addcmul addcdiv where masked_fill clamp xlogy rsub heaviside copysign logaddexp float_power bitwise_and "
+    "bitwise_or isclose"
+)
+_DUNDER = (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
+    "__le__ __gt__ __ge__ __and__ __or__ __mod__ __floordiv__ __div__ __rdiv__"
+)
+_IN_PLACE = (
+    "add_ sub_ mul_ div_ pow_ lerp_ addcmul_ addcdiv_ masked_fill_ copy_ __iadd__ __isub__ __imul__ __itruediv__ "
+    "maximum_ clamp_"
+)
+
+
+def _elementwise(function: Any, in_place: bool = False) -> Callable[..., Any]:
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        names = list(kwargs)
+        values = [*args, *kwargs.values()]
+        locals_, axes = aligned(name_of(function), values)
+        if in_place and not isinstance(args[0], SpatialTensor):
+            raise refuse(name_of(function), "it would write a part into a plain tensor")
+        given = locals_[: len(args)]
+        local = fitting(function)(*given, **dict(zip(names, locals_[len(args) :], strict=True)))
+        if in_place:
+            return args[0]
+        return wrap(local, axes)
+
+    return serve
+
+
+def _methods(names: str) -> list[Any]:
+    return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
+
+
+rules(_elementwise, [*_both(_BINARY), *_methods(_DUNDER)])
+rules(functools.partial(_elementwise, in_place=True), _methods(_IN_PLACE))
+
+
+@rule(F.prelu, torch.prelu, Tensor.prelu)
+def _prelu(x: SpatialTensor, weight: Tensor) -> Tensor:
+    return wrap(F.prelu(local_of(x), parameter(weight, x)), x.axes)
+
+
+@rule(F.linear, _nn.linear)
+def _linear(x: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.dim() - 1 in x.axes:
+        raise refuse("linear", "its last dimension is cut")
+    return wrap(F.linear(x._local, parameter(weight, x), parameter(bias, x)), x.axes)
+
+
+@rule(F.bilinear, F.embedding, F.local_response_norm)
+def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(x, SpatialTensor) and 1 not in x.axes:
+        return wrap(F.local_response_norm(x._local, *args, **kwargs), x.axes)
+    raise refuse("local_response_norm", "it takes a SpatialTensor that is not cut along its channels")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dropout: the mask of one device that has the whole image.
+
+
+def _mask_like_one_device(x: SpatialTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """Draws for the whole image, as one device would with this random state, and takes the part. The same state is
+    needed on every rank. For the moment of the call it is one byte an element of the whole.
+    """
+    format = torch.preserve_format
+    if x.dim() == 4 and x._local.is_contiguous(memory_format=torch.channels_last):
+        format = torch.channels_last if not x._local.is_contiguous() else torch.preserve_format
+    whole = torch.empty(x.shape, dtype=torch.bool, device=x._local.device)
+    mask = draw(whole if format == torch.preserve_format else whole.contiguous(memory_format=format))
+    for d, axis in x.axes.items():
+        mask = mask.narrow(d, axis.own[0], axis.length)
+    return mask
+
+
+def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_channels: bool) -> Tensor:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training or p == 0:
+        return x
+    if whole_channels:
+        keep = torch.empty((*x.shape[:2], *(1 for _ in x.shape[2:])), dtype=x.dtype, device=x.device)
+        mask = keep.bernoulli_(1 - p)
+        return x.mul_(mask).div_(1 - p) if inplace else x * mask.div_(1 - p if p < 1 else 1)
+    mask = _mask_like_one_device(x, lambda whole: whole.bernoulli_(1 - p))
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    local = x._local
+    if inplace:
+        local.mul_(mask).mul_(scale)
+        return x
+    return wrap(local * mask * scale, x.axes)
+
+
+@rule(F.dropout, torch.dropout)
+def _plain_dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _dropout(input, p, training, inplace, False)
+
+
+@rule(F.dropout2d, torch.feature_dropout, F.dropout3d)
+def _channel_dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if input.dim() != 4:
+        raise refuse("dropout2d", "it takes (N, C, H, W)")
+    return _dropout(input, p, training, inplace, True)
+
+
+@rule(torch.bernoulli, Tensor.bernoulli_)
+def _bernoulli(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise refuse("bernoulli", "its numbers would not be those of one device")
