@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .measure import GIB, MIB
+from .measure import MIB
 
 Row = dict[str, Any]
 GROUPS = ("#1f6fb4", "#e0a030", "#b56576", "#6d597a")  # a colour for each number of chunks
@@ -15,15 +15,17 @@ MARKERS = "os^vD<>Pp*Xhd"
 def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
     """Title, text, head and lines of each table."""
     rows = data["rows"]
-    one = rows[0]
+    one, batch = rows[0], data["batch"]
     yield (
         "Losses",
         _losses(data),
-        ["way", "", "ranks", "batch norm sees", "loss, first and last step", "reference", "farthest from it",
-         f"at most {data['tolerance']:.0e}", "farthest from one's"],
+        [
+            "way", "", "ranks", "batch norm sees", "loss, first and last step", "reference", "farthest from it",
+            f"at most {data['tolerance']:.0e}", "farthest from one's",
+        ],
         [
             [
-                f"`{row['way']}`", row["title"], str(row["ranks"]), f"{data['batch'] // row['chunks']} of {data['batch']}",
+                f"`{row['way']}`", row["title"], str(row["ranks"]), f"{batch // row['chunks']} of {batch}",
                 f"{row['losses'][0]:.6f}, {row['losses'][-1]:.6f}", f"`{row['reference']}`", f"{row['off']:.1e}",
                 "pass" if row["coincides"] else "FAIL", f"{row['off_one']:.1e}",
             ]
@@ -33,8 +35,10 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
     yield (
         "Memory and time",
         _memory(data),
-        ["way", "threads", "peak of each rank, MiB", "largest, of one's", "there between steps, MiB", "step, s", "of one's",
-         f"largest side, {data['budget'] / GIB:.3g} GiB a rank", "of one's", "load"],
+        [
+            "way", "processes x threads", "peak of each rank, MiB", "largest, of one's", "there between steps, MiB",
+            "step, s", "of one's", f"largest side, {_mib(data['budget'])} MiB a rank", "of one's", "load",
+        ],
         [
             [
                 f"`{row['way']}`", f"{row['ranks']} x {row['threads']}", ", ".join(_mib(peak) for peak in row["peaks"]),
@@ -49,15 +53,17 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
 
 def _losses(data: dict[str, Any]) -> str:
     rows = data["rows"]
-    moved = max(abs(row["losses"][-1] / row["losses"][(len(row["losses"]) - 1) % data["sets"]] - 1) for row in rows)
+    seen = (data["steps"] - 1) % data["sets"]
+    moved = max(abs(row["losses"][-1] / row["losses"][seen] - 1) for row in rows)
+    side = data["side"]
     text = (
-        f"DenseNet-{data['depth']}, {data['batch']} drawn radiographs of {data['side']}x{data['side']} in a global batch, "
-        f"{data['sets']} batches in turn, {data['steps']} steps of SGD (rate {data['rate']}, momentum), {data['dtype']}, "
-        f"{data['ranks']} ranks over {data['backend']}. All ways start alike and see the same batches. Batch norm takes its "
-        "statistics from what one forward pass sees: a rank's share of the batch under data parallelism, a micro-batch in "
-        "a pipeline. Such a way cannot have the losses of one process with the whole batch; its reference is one process "
-        "that adds up gradients over as many chunks. With batch norm over all ranks, or the whole batch in one "
-        "micro-batch, the reference is `one` itself. "
+        f"DenseNet-{data['depth']}, {data['batch']} drawn radiographs of {side}x{side} in a global batch, "
+        f"{data['sets']} batches in turn, {data['steps']} steps of SGD (rate {data['rate']}, momentum), "
+        f"{data['dtype']}, {data['ranks']} ranks over {data['backend']}. All ways start alike and see the same "
+        "batches. Batch norm takes its statistics from what one forward pass sees: a rank's share of the batch under "
+        "data parallelism, a micro-batch in a pipeline. Such a way cannot have the losses of one process with the "
+        "whole batch; its reference is one process that adds up gradients over as many chunks. With batch norm over "
+        "all ranks, or the whole batch in one micro-batch, the reference is `one` itself. "
     )
     far = [row for row in rows if not row["coincides"]]
     text += (
@@ -80,13 +86,14 @@ def _memory(data: dict[str, Any]) -> str:
     least, slow = min(ways, key=lambda row: max(row["peaks"])), max(ways, key=lambda row: _time(row, one))
     rounds = data["steps"] - data["watched"]
     low, high = one["by_side"][0][0], one["by_side"][-1][0]
+    cores = "" if "gpu" in data["hardware"] else ", and share its cores"
     text = (
-        f"Peaks: the most that torch's allocator had given out at a time within the first {data['watched']} steps, from the "
-        "empty process on: parameters, gradients, momentum, communication's buckets, this rank's input and all else; not "
-        "what libraries take from the system by themselves. Times are medians (least to most) of "
+        f"Peaks: the most that torch's allocator had given out at a time within the first {data['watched']} steps, "
+        "from the empty process on: parameters, gradients, momentum, communication's buckets, this rank's input and "
+        "all else; not what libraries take from the system by themselves. Times are medians (least to most) of "
         f"{rounds} later step{'s' if rounds != 1 else ''}, of the slowest rank; all processes are on the one machine"
-        f"{'' if 'gpu' in data['hardware'] else ', and share its cores'}. Largest side: extrapolated, not run, from peaks "
-        f"measured at {low} and {high} (a constant and a multiple of the pixels), a multiple of 32. "
+        f"{cores}. Largest side: extrapolated, not run, from peaks measured at {low} and {high} (a constant and a "
+        "multiple of the pixels), a multiple of 32. "
     )
     checks = [row for row in rows if row.get("predicted")]
     if checks:

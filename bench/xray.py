@@ -1,4 +1,4 @@
-"""Large pictures on several ranks: a DenseNet-169 with several heads on radiographs, in every way there is of training it.
+"""Large pictures on several ranks: a DenseNet-169 with several heads on radiographs, trained in every way there is.
 
 `python -m bench.xray --ranks 2 --how all` trains the same network on the same global batches in one process, data
 parallel (DDP, with and without batch norm over all ranks; FSDP2), model parallel (two stages of a pipeline), data x
@@ -39,7 +39,7 @@ SIZES = {
     "small": ("small", 256, 4, 6, GIB),
     "tiny": ("tiny", 64, 4, 4, 16 * MIB),
 }
-RATE = 0.1
+RATE = 0.01  # small: rounding is amplified by a factor of ten and more in each step, the more the larger it is
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, of a loss
 STRIDE = 32  # of the network: sides are multiples of it
 Found = list[list[dict[str, Any] | None]]
@@ -170,8 +170,6 @@ def wanted(how: list[str], ranks: int) -> tuple[list[str], dict[str, str]]:
     for name in list(chosen):
         if WAYS[name].mesh(ranks) is None:
             left[name] = f"needs {2 * len(WAYS[name].axes)} ranks"
-        elif "spatial" in WAYS[name].axes and not hasattr(pc, "distributed"):
-            left[name] = "patchconv_native.distributed is not there"
     chosen = [name for name in chosen if name not in left]
     references = sorted({WAYS[name].chunks(ranks) for name in chosen} - {1})
     return ["one", *(chunked(n) for n in references), *(name for name in chosen if name != "one")], left
@@ -208,8 +206,9 @@ def measure_all(arguments: argparse.Namespace, run: Runner, speak: bool) -> dict
     for name, reason in left.items():
         if speak:
             print(f"{name:<15} left out: {reason}", flush=True)
-    # Each way in processes of its own; a trial has no time for that.
-    together = itertools.groupby(sorted(jobs, key=needed), needed if arguments.size == "tiny" else id)
+    # Each way in processes of its own, if there is time for that.
+    shared = arguments.together or arguments.size == "tiny"
+    together = itertools.groupby(sorted(jobs, key=needed), needed if shared else id)
     rows: dict[str, dict[str, Any]] = {}
     for _, group in together:
         some = list(group)
@@ -243,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, help="at least 3: the memory of two is counted, the others are timed")
     made.add_argument("--budget", type=float, metavar="GIB", help="of a rank, for the largest picture")
     made.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32")
+    made.add_argument("--together", action="store_true", help="ways of as many ranks share processes (tiny does so)")
     made.add_argument("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
     return made
 

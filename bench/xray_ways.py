@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native import _library
+from patchconv_native.distributed import scatter, spatial
 from patchconv_native.memory.timeline import ENTER, LEAVE, MEMORY
 
 from . import xray_model
@@ -49,10 +50,9 @@ class Way:
             return {}
         if ranks < 2 * len(self.axes):
             return None
-        if self.axes == ("stage",):
-            return {"stage": 2}
-        last = {"stage": 2, "spatial": 2}.get(self.axes[-1], ranks) if len(self.axes) > 1 else ranks
-        return {self.axes[0]: ranks // last, self.axes[-1]: last} if len(self.axes) > 1 else {self.axes[0]: ranks}
+        if len(self.axes) == 2:  # what is not data has two ranks
+            return {self.axes[0]: ranks // 2, self.axes[1]: 2}
+        return {self.axes[0]: 2 if self.axes == ("stage",) else ranks}
 
     def chunks(self, ranks: int) -> int:
         sizes = self.mesh(ranks) or {}
@@ -189,10 +189,10 @@ def pipeline_step(model: nn.Module, rate: float, way: Way, mesh: Any, device: st
 
 
 def prepared(way: Way, job: dict[str, Any], mesh: Any, device: str) -> Step:
-    model: nn.Module = xray_model.network(NETS[job["net"]]).to(device, getattr(torch, job["dtype"]))
-    if "stage" in way.axes:
-        model = xray_model.stages(model)[mesh.get_local_rank("stage")]
-        gc.collect()  # the other stage goes
+    whole = xray_model.network(NETS[job["net"]]).to(device, getattr(torch, job["dtype"]))
+    model: nn.Module = xray_model.stages(whole)[mesh.get_local_rank("stage")] if "stage" in way.axes else whole
+    del whole
+    gc.collect()  # the other stage goes
     if way.lean:
         pc.convert(model, functional=True)
     if way.checkpoints:
@@ -200,7 +200,7 @@ def prepared(way: Way, job: dict[str, Any], mesh: Any, device: str) -> Step:
     if way.sync:
         model = xray_model.synced(model, mesh.get_group("data"), device)
     if "spatial" in way.axes:
-        model = pc.distributed.spatial(model, mesh["spatial"], dims="H")
+        model = spatial(model, mesh["spatial"], dims="H")
     if way.shards:
         from torch.distributed.fsdp import fully_shard
 
@@ -230,7 +230,7 @@ def batch_of(way: Way, job: dict[str, Any], mesh: Any, number: int, device: str)
     if "stage" not in way.axes or mesh.get_local_rank("stage") == 0:
         x = xray_model.to_input(pictures, getattr(torch, job["dtype"]), device)
     if "spatial" in way.axes:
-        x = pc.distributed.scatter(x, mesh["spatial"], dims="H")
+        x = scatter(x, mesh["spatial"], dims="H")
     return x, findings.to(device)
 
 
