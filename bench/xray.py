@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -254,6 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     if "all" in arguments.how:
         arguments.how = ["all"]
     if "RANK" not in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launch() ends its ranks
         try:
             data = measure_all(arguments, launcher(arguments.timeout), speak=True)
         except RuntimeError as error:
