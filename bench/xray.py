@@ -40,7 +40,7 @@ SIZES = {
     "small": ("small", 256, 4, 6, GIB),
     "tiny": ("tiny", 64, 4, 4, 16 * MIB),
 }
-RATE = 0.01  # small: rounding is amplified by a factor of ten and more in each step, the more the larger it is
+RATE = 0.01  # small: the larger it is, the more training amplifies rounding (NOTES.md)
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, of a loss
 STRIDE = 32  # of the network: sides are multiples of it
 Found = list[list[dict[str, Any] | None]]
