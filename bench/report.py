@@ -21,6 +21,7 @@ from . import (
     report_kernels,
     report_memory,
     report_tune,
+    report_xray,
 )
 from .measure import GIB, MIB, RESULTS
 
@@ -303,6 +304,10 @@ def memory_trace(data: dict[str, Any]) -> str:
     return _in_sections(data, "Traces, predictions and plans, on the CPU", report_memory.sections)
 
 
+def xray(data: dict[str, Any]) -> str:
+    return _in_sections(data, "A DenseNet on large pictures, on several ranks", report_xray.sections)
+
+
 def tune(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: own convolution kernels beside cuDNN")]
     parts.append("cuDNN's time in row strips in units of ours, medians of turns: above 1, ours is faster.\n")
@@ -391,6 +396,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpointing": checkpointing,
     "article": article,
     "memory_trace": memory_trace,
+    "xray": xray,
     "gpu": gpu,
     "tune": tune,
 }
