@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import report_article, report_xray
+from . import report_article, report_spatial, report_xray
 from .measure import GIB
 
 COLOURS = {"stock": "#8d99a6", "patch_conv": "#e0a030", "ours": "#1f6fb4"}
@@ -20,7 +20,7 @@ PASS_TITLES["backward"] = "whole backward"
 def draw(data: dict[str, Any], path: Path) -> Path | None:
     """The figure of a results file, at `path`; None for a kind that has none, or while there is no data."""
     makers = {"conv_memory": conv_memory, "conv_speed": conv_speed, "padding": padding, "lean": lean, "gpu": gpu}
-    makers |= {"article": report_article.figure, "xray": report_xray.figure}
+    makers |= {"article": report_article.figure, "xray": report_xray.figure, "spatial": report_spatial.figure}
     maker = makers.get(data["bench"])
     figure = maker(data) if maker else None
     if figure is None:

@@ -20,6 +20,7 @@ from . import (
     report_convs,
     report_kernels,
     report_memory,
+    report_spatial,
     report_tune,
     report_xray,
 )
@@ -308,6 +309,10 @@ def xray(data: dict[str, Any]) -> str:
     return _in_sections(data, "A DenseNet on large pictures, on several ranks", report_xray.sections)
 
 
+def spatial(data: dict[str, Any]) -> str:
+    return _in_sections(data, "One image on several ranks", report_spatial.sections)
+
+
 def tune(data: dict[str, Any]) -> str:
     parts = [heading(data, f"{data['hardware'].get('gpu', 'no GPU')}: own convolution kernels beside cuDNN")]
     parts.append("cuDNN's time in row strips in units of ours, medians of turns: above 1, ours is faster.\n")
@@ -396,6 +401,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpointing": checkpointing,
     "article": article,
     "memory_trace": memory_trace,
+    "spatial": spatial,
     "xray": xray,
     "gpu": gpu,
     "tune": tune,

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import itertools
-import json
 import math
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +25,8 @@ import torch.distributed as dist
 import patchconv_native as pc
 
 from . import measure, report, xray_model, xray_ways
-from .measure import GIB, MIB, ROOT
+from .launch import Found, backend, launch
+from .measure import GIB, MIB
 from .xray_ways import WAYS, chunked, way_of
 
 # Net, side, global batch, steps, budget of a rank in bytes.
@@ -43,76 +38,11 @@ SIZES = {
 RATE = 0.01  # small: the larger it is, the more training amplifies rounding (NOTES.md)
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}  # relative, of a loss
 STRIDE = 32  # of the network: sides are multiples of it
-Found = list[list[dict[str, Any] | None]]
-"""Of each rank what it found, job for job."""
 Runner = Callable[[list[dict[str, Any]]], Found]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ranks
-
-
-def backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def serve(target: str, arguments: str) -> None:
-    """One rank, in a process of its own: writes what "module:function" returns."""
-    given = json.loads(arguments)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    module, _, function = target.partition(":")
-    store = f"file://{given['folder']}/rendezvous"
-    timeout = datetime.timedelta(seconds=given["timeout"])
-    dist.init_process_group(backend(), init_method=store, rank=rank, world_size=world, timeout=timeout)
-    try:
-        found = getattr(importlib.import_module(module), function)(given["jobs"])
-        Path(given["folder"], f"rank{rank}.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
-
-
-def launch(
-    jobs: list[dict[str, Any]], ranks: int, timeout: float, total: float = 3600.0,
-    target: str = "bench.xray_ways:train_all",
-) -> Found:  # fmt: skip
-    """What each of `ranks` new processes finds. RuntimeError as soon as one of them fails, or after `total` seconds;
-    the others are ended then. timeout: seconds that a rank waits for another.
-    """
-    threads = str(max(1, torch.get_num_threads() // ranks))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = json.dumps({"folder": folder, "timeout": timeout, "jobs": jobs})
-        command = [sys.executable, "-m", "bench.xray", "--serve", target, arguments]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                settings = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": threads}
-                with open(Path(folder, f"rank{rank}.log"), "wb") as log:
-                    processes.append(
-                        subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log)
-                    )
-            end = time.monotonic() + total
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes) or time.monotonic() > end:
-                    break
-                time.sleep(0.02)
-            codes = [process.poll() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(code != 0 for code in codes):
-            states = "; ".join(
-                f"rank {rank} " + ("was not done" if code is None else f"ended with {code}")
-                for rank, code in enumerate(codes)
-            )
-            logs = "".join(
-                f"\n--- rank {rank}\n{Path(folder, f'rank{rank}.log').read_text(errors='replace')[-3000:]}"
-                for rank, code in enumerate(codes) if code != 0
-            )  # fmt: skip
-            raise RuntimeError(f"{target} with {jobs}: {states}{logs}")
-        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def needed(job: dict[str, Any]) -> int:
@@ -121,7 +51,7 @@ def needed(job: dict[str, Any]) -> int:
 
 def launcher(timeout: float) -> Runner:
     """In new processes, as many as it takes."""
-    return lambda jobs: launch(jobs, max(map(needed, jobs)), timeout)
+    return lambda jobs: launch(jobs, max(map(needed, jobs)), timeout, "bench.xray_ways:train_all")
 
 
 def in_group(jobs: list[dict[str, Any]]) -> Found:
@@ -279,7 +209,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        serve(*sys.argv[2:])
-        sys.exit(0)
     sys.exit(main())

@@ -175,6 +175,15 @@ at::Tensor conv(int dims, const at::Tensor& input, const at::Tensor& weight,
       input, weight, bias);
 }
 
+at::Tensor conv_given(int dims, const at::Tensor& input, const at::Tensor& weight,
+                      const std::optional<at::Tensor>& bias, const std::vector<int64_t>& stride,
+                      const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation,
+                      int64_t groups, const std::string& padding_mode, const at::Tensor& output) {
+  return patchconv::conv_given(
+      patchconv::conv_spec(dims, stride, padding, dilation, groups, padding_mode, std::nullopt), input,
+      weight, bias, output);
+}
+
 at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& weight,
                           const std::optional<at::Tensor>& bias, const std::vector<int64_t>& stride,
                           const std::vector<int64_t>& padding, const std::vector<int64_t>& output_padding,
@@ -275,6 +284,8 @@ PYBIND11_MODULE(_C, m) {
         "What this library was compiled with: torch, cuda and archs (None in a CPU-only build), compiler.");
   m.def("conv", torch::wrap_pybind_function_no_gil(&conv),
         "torch.ops.patchconv.conv{dims}d, with every argument a list.");
+  m.def("conv_given", torch::wrap_pybind_function_no_gil(&conv_given),
+        "conv() whose value the caller has computed: makes its node for backward.");
   m.def("conv_transpose", torch::wrap_pybind_function_no_gil(&conv_transpose),
         "torch.ops.patchconv.conv_transpose{dims}d, with every argument a list.");
   m.def("workspace_limit", &patchconv::workspace_limit,

@@ -13,6 +13,8 @@
 Importing this package loads its operators (torch.ops.patchconv.*) and needs torch alone.
 """
 
+from typing import Any
+
 from . import _library
 
 _library.load()
@@ -43,8 +45,7 @@ __version__ = build_info()["version"]
 globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
 
-
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """`pc.distributed`, imported when it is first asked for: it needs torch.distributed."""
     if name == "distributed":
         import importlib

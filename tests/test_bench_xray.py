@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import report_xray, xray, xray_model, xray_ways
+from bench import launch, report_xray, xray, xray_model, xray_ways
 
 pytest.importorskip("matplotlib")
 gloo = pytest.mark.skipif(
@@ -101,7 +101,7 @@ def sleeps(jobs: list[Any]) -> None:
 def test_a_failed_rank_is_an_error_not_a_hang(target: str, timeout: float, what: str) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=what):
-        xray.launch([], 2, timeout, target=f"tests.test_bench_xray:{target}")
+        launch.launch([], 2, timeout, f"tests.test_bench_xray:{target}")
     assert time.monotonic() - start < 55
 
 

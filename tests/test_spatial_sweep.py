@@ -20,10 +20,13 @@ def many(rank: int, world: int, mesh_shape: tuple[int, ...], dims: str, seeds: l
     from torch.distributed.device_mesh import init_device_mesh
 
     import patchconv_native.distributed as pd
+    from patchconv_native.distributed import convs
 
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple(f"m{i}" for i in range(len(mesh_shape))))
     found = []
     for seed in seeds:
+        # Every other chain computes its convolutions in pieces while halos travel, as large images do.
+        convs.IN_PIECES_FROM = 0 if seed % 4 < 2 else 2**18
         model, image = chain(seed, max(mesh_shape), dims)
         text = str(model)
         pd.spatial(model, mesh, dims)

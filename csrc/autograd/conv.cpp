@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
+#include <utility>
 
 #include "autograd/lean_node.h"
 #include "ops/conv_rooms.h"
@@ -133,9 +134,13 @@ variable_list spread(const variable_list& present, const std::array<bool, 3>& ma
   return result;
 }
 
+// What the next forward pass on this thread gives in the place of computing it.
+thread_local const Tensor* given_output = nullptr;
+
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const ConvSpec& spec) {
+    const Tensor* given = std::exchange(given_output, nullptr);
     ctx->set_materialize_grads(false);
     const auto link = weight.requires_grad() ? Link::find(input) : std::nullopt;
     if (link) save_link(ctx, *link);
@@ -147,6 +152,7 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     const bool has_bias = bias.has_value() && bias->defined();
     OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
                                    static_cast<int64_t>(backend()) << 2);
+    if (given != nullptr) return *given;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
   }
@@ -273,6 +279,22 @@ struct TransformsRoom {
     return stock_conv_backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
   }
 };
+
+}  // namespace
+
+Tensor conv_given(const ConvSpec& spec, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                  const Tensor& output) {
+  TORCH_CHECK(!output.requires_grad(), "conv_given: expected output to have no history");
+  struct Guard {
+    explicit Guard(const Tensor& output) { given_output = &output; }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+    ~Guard() { given_output = nullptr; }
+  } guard(output);
+  return call_conv(spec, input, weight, bias);
+}
+
+namespace {
 
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   register_conv_forward<AutogradRoom>(m);

@@ -88,6 +88,10 @@ void register_conv_backward(torch::Library& m) {
 // Through the dispatcher, from the keys that are not excluded on this thread.
 at::Tensor call_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                      const OptionalTensor& bias);
+// The same with `output` for its value, which the caller has computed in pieces: the node alone is made. For
+// calls that are recorded.
+at::Tensor conv_given(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
+                      const OptionalTensor& bias, const at::Tensor& output);
 ConvGrads call_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output, const OptionalTensor& input,
                              const OptionalTensor& weight, c10::SymIntArrayRef input_size,
                              c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask);

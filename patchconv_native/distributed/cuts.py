@@ -109,6 +109,10 @@ class Window:
             small, kernel=self.kernel, stride=self.stride, dilation=self.dilation, pad_before=self.before
         )
 
+    def small_inside(self, big: Range) -> Range:
+        """Small coordinates that read nothing but `big`."""
+        return _ceil(big[0] + self.before, self.stride), (big[1] + self.before - self.reach) // self.stride + 1
+
     def touches(self, big: Range, size: int) -> Range:
         """Small coordinates, of `size`, that touch big ones."""
         return _geometry.small_range(

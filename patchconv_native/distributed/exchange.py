@@ -8,6 +8,7 @@ everywhere) to each part once. All of it can be differentiated again.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -25,13 +26,15 @@ _alias = torch.ops.aten.alias.default  # view_as changes the strides of dimensio
 
 class Traffic:
     """Counts what this rank sends while it is open: `messages` and `bytes` of parts of images, `reduced` bytes of what
-    is summed or merged over ranks.
+    is summed or merged over ranks. `transfers`: of each exchange, when (time.perf_counter) its messages were "posted",
+    first "waited" for, and "there".
     """
 
     _open: list[Traffic] = []  # noqa: RUF012
 
     def __init__(self) -> None:
         self.messages = self.bytes = self.reduced = 0
+        self.transfers: list[dict[str, float]] = []
 
     def __enter__(self) -> Traffic:
         self._open.append(self)
@@ -47,7 +50,7 @@ def _count(tensors: list[Tensor]) -> None:
         traffic.bytes += sum(t.nbytes for t in tensors)
 
 
-def _format(x: Tensor) -> torch.memory_format:
+def layout(x: Tensor) -> torch.memory_format:
     last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
 
@@ -73,11 +76,17 @@ class Transfer:
         self._kept = sends  # until they are sent
         self._works = dist.batch_isend_irecv(posted) if posted else []
         self.came = dict(receives)
+        self._times = {"posted": time.perf_counter()}
 
     def wait(self) -> dict[int, Tensor]:
-        for work in self._works:
-            work.wait()
-        self._kept = []
+        if self._works:
+            self._times["waited"] = time.perf_counter()
+            for work in self._works:
+                work.wait()
+            self._times["there"] = time.perf_counter()
+            for traffic in Traffic._open:
+                traffic.transfers.append(self._times)
+        self._kept, self._works = [], []
         return self.came
 
 
@@ -89,7 +98,7 @@ def _sized(like: Tensor, dim: int, length: int, format: torch.memory_format) -> 
 
 def start(x: Tensor, dim: int, group: Any, plan: Moves) -> Transfer:
     """Sends what others want of `x`, and receives what this rank wants of them."""
-    format = _format(x)
+    format = layout(x)
     x = x.detach()
     sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim, format)) for peer, ranges in plan.sends]
     receives = [(peer, _sized(x, dim, count, format)) for peer, count in plan.receives]
@@ -125,18 +134,20 @@ class _Exchange(Function):
     """x -> (x, what came from each rank). The first output is a view, of which a producer of x is still known."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any, plan: Moves, fresh: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, group: Any, plan: Moves, fresh: bool, begun: Transfer | None
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.given = (tuple(x.shape), x.dtype, x.device, _format(x)), dim, group, plan, fresh
-        came = start(x, dim, group, plan).wait()
+        ctx.given = (tuple(x.shape), x.dtype, x.device, layout(x)), dim, group, plan, fresh
+        came = (begun or start(x, dim, group, plan)).wait()
         return (_alias(x), *(came[peer] for peer, _ in plan.receives))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         like, dim, group, plan, fresh = ctx.given
         if torch.is_grad_enabled():
-            return (_SendBack.apply(like, dim, group, plan, *grads), None, None, None, None)
-        return (_send_back(grads[0], list(grads[1:]), like, dim, group, plan, fresh), None, None, None, None)
+            return (_SendBack.apply(like, dim, group, plan, *grads), *[None] * 5)
+        return (_send_back(grads[0], list(grads[1:]), like, dim, group, plan, fresh), *[None] * 5)
 
 
 class _SendBack(Function):
@@ -147,34 +158,61 @@ class _SendBack(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return (None, None, None, None, *_Exchange.apply(grads[0], *ctx.given, False))
+        return (None, None, None, None, *_Exchange.apply(grads[0], *ctx.given, False, None))
 
 
-def fetch(
-    x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False, pads: tuple[int, int] = (0, 0),
-    fill: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The ranges that this rank wants of the whole image, joined; `x` is its part, cut along `dim`.
+class Fetch:
+    """Gets the ranges that this rank wants of the whole image; `x` is its part, cut along `dim`. Messages are posted at
+    once, so that what needs none of them can be computed before `finish`.
 
     fresh: whoever reads the result writes a gradient of its own, to which others' gradients may be added in place.
     pads: of this rank's result, before and after, with `fill`.
     """
-    plan = moves(axis.cuts, wanted, axis.index)
-    came: dict[int, Tensor] = {}
-    if plan.anyone:
-        out = _Exchange.apply(x, dim, axis.group, plan, fresh)
-        x, came = out[0], dict(zip((peer for peer, _ in plan.receives), out[1:], strict=True))
-    parts = []
-    for owner, place, length in plan.pieces:
-        source = x if owner == axis.index else came[owner]
-        parts.append(source if length == source.size(dim) else source.narrow(dim, place, length))
-    if not parts:
-        parts.append(x.narrow(dim, 0, 0))
-    for place, length in zip((0, len(parts) + 1), pads, strict=True):
-        if length:
-            parts.insert(place, _sized(x, dim, length, _format(x)).fill_(fill))
-    # Not torch's: its input's producer can make it again.
-    return parts[0] if len(parts) == 1 else _cat(parts, dim)
+
+    def __init__(
+        self, x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False, pads: tuple[int, int] = (0, 0),
+        fill: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.x, self.dim, self.axis, self.fresh, self.pads, self.fill = x, dim, axis, fresh, pads, fill
+        self.plan = moves(axis.cuts, wanted, axis.index)
+        self.transfer = start(x, dim, axis.group, self.plan) if self.plan.anyone else None
+
+    def _parts(self, x: Tensor, came: dict[int, Tensor]) -> list[Tensor]:
+        parts = []
+        for owner, place, length in self.plan.pieces:
+            source = x if owner == self.axis.index else came[owner]
+            parts.append(source if length == source.size(self.dim) else source.narrow(self.dim, place, length))
+        if not parts:
+            parts.append(x.narrow(self.dim, 0, 0))
+        for place, length in zip((0, len(parts) + 1), self.pads, strict=True):
+            if length:
+                parts.insert(place, _sized(x, self.dim, length, layout(x)).fill_(self.fill))
+        return parts
+
+    def rows(self, low: int, high: int) -> Tensor:
+        """A range of the result, without history. Waits for the messages."""
+        taken, place = [], 0
+        for part in self._parts(self.x.detach(), self.transfer.wait() if self.transfer else {}):
+            length = part.size(self.dim)
+            a, b = max(low - place, 0), min(high - place, length)
+            if a < b:
+                taken.append(part.narrow(self.dim, a, b - a))
+            place += length
+        return _joined(taken, self.dim, layout(self.x))
+
+    def finish(self) -> Tensor:
+        """The ranges, joined."""
+        x, came = self.x, {}
+        if self.transfer is not None:
+            out = _Exchange.apply(x, self.dim, self.axis.group, self.plan, self.fresh, self.transfer)
+            x, came = out[0], dict(zip((peer for peer, _ in self.plan.receives), out[1:], strict=True))
+        parts = self._parts(x, came)
+        # Not torch's: its input's producer can make it again.
+        return parts[0] if len(parts) == 1 else _cat(parts, self.dim)
+
+
+def fetch(x: Tensor, dim: int, axis: Axis, wanted: Wanted, fresh: bool = False) -> Tensor:
+    return Fetch(x, dim, axis, wanted, fresh).finish()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -247,7 +285,7 @@ class _Scatter(Function):
     def forward(ctx: Any, whole: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.given = dim, axis
         part = whole.narrow(dim, axis.own[0], axis.length)
-        return _sized(whole, dim, axis.length, _format(whole)).copy_(part)
+        return _sized(whole, dim, axis.length, layout(whole)).copy_(part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from .cuts import Axis
 from .exchange import all_parts, shared, summed
 from .moving import recut
+from .resize import pad
 from .tensor import Axes, SpatialTensor, aligned, groups_of, parameter, refuse, rule, rules, wrap
-from .windows import pad
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reductions. What is reduced over a cut dimension is the same on every rank of its group afterwards.

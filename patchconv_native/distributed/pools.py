@@ -1,0 +1,154 @@
+"""Rules for pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import lean_resize
+from .cuts import Window, scaled_cuts
+from .tensor import Axes, SpatialTensor, refuse, rule
+from .windows import check_image, pair, reading
+
+_nn: Any = torch._C._nn
+
+
+def _pooled_size(size: int, kernel: int, stride: int, padding: int, reach: int, ceil_mode: bool) -> int:
+    pooled = (size + 2 * padding - reach + (stride - 1 if ceil_mode else 0)) // stride + 1
+    if ceil_mode and (pooled - 1) * stride >= size + padding:
+        pooled -= 1  # a window that begins in the padding at the end
+    return pooled
+
+
+def _read_for_pool(
+    function: str, x: SpatialTensor, windows: list[Window], ceil_mode: bool, fill: float
+) -> tuple[Tensor, Axes, list[int]]:
+    """What the windows of this rank read, the new axes, and the padding of dimensions that are not cut."""
+    local, first = check_image(function, x)
+    axes: Axes = {}
+    padding = [window.before for window in windows]
+    for i, window in enumerate(windows):
+        d = first + i
+        if d not in x.axes:
+            continue
+        axis = x.axes[d]
+        size = _pooled_size(axis.size, window.kernel, window.stride, window.before, window.reach, ceil_mode)
+        if size < 1:
+            raise RuntimeError(f"{function}: expected {axis.name} to be at least the window's, got {axis.size}")
+        axes[d] = axis.cut_at(window.small_cuts(function, axis, size))
+        local = reading(local, d, axis, [window.reads(part) for part in axes[d].parts()], fill=fill)
+        padding[i] = 0
+    return local, axes, padding
+
+
+@rule(torch.max_pool2d, F.max_pool2d)
+def max_pool2d(
+    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:  # fmt: skip
+    kernel, dilations = pair(kernel_size), pair(dilation)
+    strides = pair(stride) if stride is not None and stride != [] else kernel
+    pads = pair(padding)
+    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
+        raise RuntimeError(f"max_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
+    windows = [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
+    local, axes, left = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
+    return SpatialTensor(lean_resize.max_pool2d(local, kernel, strides, left, dilations, ceil_mode), axes)
+
+
+@rule(_nn.avg_pool2d, F.avg_pool2d)
+def avg_pool2d(
+    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Tensor:  # fmt: skip
+    kernel, pads = pair(kernel_size), pair(padding)
+    strides = pair(stride) if stride is not None and stride != [] else kernel
+    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
+        raise RuntimeError(f"avg_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
+    windows = [Window(k, s, 1, p) for k, s, p in zip(kernel, strides, pads, strict=True)]
+    local, axes, left = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
+    counts = []
+    for i, window in enumerate(windows):
+        d = input.dim() - 2 + i
+        size = input.size(d)
+        pooled = _pooled_size(size, window.kernel, window.stride, window.before, window.kernel, ceil_mode)
+        low, high = axes[d].own if d in axes else (0, pooled)
+        begins = [p * window.stride - window.before for p in range(low, high)]
+        limit = size + window.before if count_include_pad else size
+        floor = -window.before if count_include_pad else 0
+        counts.append([min(a + window.kernel, limit) - max(a, floor) for a in begins])
+    one = divisor_override
+    if one is None and all(len(set(count)) == 1 for count in counts):
+        one = counts[0][0] * counts[1][0]
+    y = lean_resize.avg_pool2d(local, kernel, strides, left, ceil_mode, True, one or 1)
+    if one is None:
+        rows, columns = (torch.tensor(count, dtype=torch.float64) for count in counts)
+        y = y * (1 / (rows[:, None] * columns)).to(y)
+    return SpatialTensor(y, axes)
+
+
+def _adaptive(
+    function: str, x: Any, output_size: Any, reduce: Callable[[Tensor, int], Tensor], rest: Callable[..., Tensor]
+) -> Tensor:
+    """Bins of several outputs along a cut dimension: a row of outputs at a time."""
+    local, first = check_image(function, x)
+    wanted = [output_size] * 2 if isinstance(output_size, int) or output_size is None else list(output_size)
+    sizes = [x.size(first + i) if n is None else n for i, n in enumerate(wanted)]
+    axes: Axes = {}
+    for i, size in enumerate(sizes):
+        d = first + i
+        if d not in x.axes:
+            continue
+        axis = x.axes[d]
+        axes[d] = axis.cut_at(scaled_cuts(function, axis, size))
+        reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].parts()]
+        local = reading(local, d, axis, reads, fresh=False)
+        begin = reads[axis.index][0]
+        rows = []
+        for p in range(*axes[d].own):
+            a, b = p * axis.size // size, -(-(p + 1) * axis.size // size)
+            rows.append(reduce(local.narrow(d, a - begin, b - a), d))
+        local = torch.cat(rows, d)
+        sizes[i] = local.size(d)
+    return SpatialTensor(rest(local, sizes), axes)
+
+
+def _ones(x: Any, output_size: Any) -> bool:
+    """Whether every cut dimension goes to one output: a global pool."""
+    entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
+    return all(entries[d - x.dim() + 2] == 1 for d in x.axes)
+
+
+@rule(F.adaptive_avg_pool2d, _nn.adaptive_avg_pool2d)
+def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
+    check_image("adaptive_avg_pool2d", input)
+    if output_size is not None and _ones(input, output_size):
+        from .shapes import mean_of
+
+        y = mean_of(input, dim=tuple(input.axes), keepdim=True)
+        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
+        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, (entries[0], entries[1]))
+    return _adaptive("adaptive_avg_pool2d", input, output_size, lambda x, d: x.mean(d, keepdim=True),
+                     lean_resize.adaptive_avg_pool2d)  # fmt: skip
+
+
+@rule(_nn.adaptive_max_pool2d, F.adaptive_max_pool2d)
+def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = False) -> Tensor:
+    _, first = check_image("adaptive_max_pool2d", input)
+    if return_indices:
+        raise refuse("adaptive_max_pool2d", "return_indices=True")
+    if output_size is not None and _ones(input, output_size):
+        from .shapes import first_maximum
+
+        y = first_maximum(input)
+        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
+        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, entries)
+
+    def highest(x: Tensor, d: int) -> Tensor:
+        return F.adaptive_max_pool2d(x, [1 if first + i == d else x.size(first + i) for i in range(2)])
+
+    return _adaptive("adaptive_max_pool2d", input, output_size, highest, lean_resize.adaptive_max_pool2d)
