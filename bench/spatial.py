@@ -141,8 +141,9 @@ def peaks(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def least_bytes(job: dict[str, Any]) -> list[int]:
     """Sent by each rank in a forward pass of this network, even parts, 4 bytes an element; in a training step twice
-    that, since a gradient comes back for every row but the image's own, which has none. For networks of 3x3 convolutions with padding 1 and parts that
-    pools and transposed convolutions divide evenly: these need no neighbours then.
+    that, since a gradient comes back for every row but the image's own, which has none. For networks of 3x3
+    convolutions with padding 1 and parts that pools and transposed convolutions divide evenly: these need no neighbours
+    then.
     """
     torch.manual_seed(0)
     model, ranks = NETWORKS[job["network"]](job["channels"]), job["ranks"]
