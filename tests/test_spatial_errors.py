@@ -74,7 +74,6 @@ def test_what_has_no_rule_is_refused_by_name() -> None:
         assert not {name: text for name, text in found.items() if text}
 
 
-@pytest.mark.xfail(strict=True, reason="the rule of local_response_norm takes F.embedding and F.bilinear: TypeError")
 def test_embedding_is_refused_by_its_name() -> None:
     for found in run(2, refusals, "FOUND_UNCLEAR", timeout=15):
         assert not {name: text for name, text in found.items() if text}
@@ -124,11 +123,6 @@ def hidden(rank: int, world: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["function", "reentrant checkpoint"])
-@pytest.mark.xfail(
-    strict=True,
-    reason="autograd.Function.apply passes __torch_function__ by: its forward runs on the wrapper under no_grad, and "
-    "the wrapper requires no gradient, so that part of the gradient is lost without a word",
-)
 def test_a_function_of_autograd_is_equal_or_refused(name: str) -> None:
     assert run(2, hidden, name, timeout=15) == ["", ""]
 

@@ -103,13 +103,11 @@ def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
 
 # The others are slow.
 QUICK = ("unet", "densenet", "mobilenet_v3_small")
-LAYOUT_BUG = "a permuted feature is channels_last, whose messages gloo refuses"
-MARKS = {"convnext_tiny": [pytest.mark.xfail(strict=True, reason=LAYOUT_BUG)]}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[*MARKS.get(n, []), *([] if n in QUICK else [pytest.mark.slow])]) for n in MODELS],
+    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS],
 )
 def test_model_equals_one_process(name: str) -> None:
     results = run(2, both, [name], timeout=60)

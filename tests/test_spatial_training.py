@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from ranks import needs_gloo, run
@@ -90,9 +89,6 @@ def test_composed_with_the_rest_of_the_package() -> None:
         assert not {name: text for name, text in found.items() if text}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a converted dropout on one process has a mask of its own (of a seed); on parts it is torch's"
-)
 def test_a_converted_dropout_has_the_mask_of_one_process() -> None:
     for found in run(2, composed, "OWN_MASK", timeout=20):
         assert not {name: text for name, text in found.items() if text}

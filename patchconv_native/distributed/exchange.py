@@ -55,23 +55,27 @@ def layout(x: Tensor) -> torch.memory_format:
     return torch.channels_last if last else torch.contiguous_format
 
 
-def _joined(parts: list[Tensor], dim: int, format: torch.memory_format) -> Tensor:
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return whole.contiguous(memory_format=format)
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).contiguous()
 
 
-def _flat(x: Tensor) -> Tensor:
-    """The same memory as a contiguous tensor: process groups take no channels_last."""
-    return x if x.is_contiguous() else x.permute(0, 2, 3, 1)
+def _like(x: Tensor, came: Tensor, dim: int) -> Tensor:
+    """What came, in the layout of `x`."""
+    format = layout(x)
+    if format == torch.contiguous_format:
+        return came
+    return _sized(x, dim, came.size(dim), format).copy_(came)
 
 
 class Transfer:
-    """Messages on their way: all of a step are posted at once."""
+    """Messages on their way: all of a step are posted at once. They are contiguous whatever the layout of what they are
+    parts of, which can be another one on another rank.
+    """
 
     def __init__(self, group: Any, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         # Named by their number in the group, whatever their number in the world is.
-        posted = [dist.P2POp(dist.isend, _flat(t), group=group, group_peer=peer) for peer, t in sends]
-        posted += [dist.P2POp(dist.irecv, _flat(t), group=group, group_peer=peer) for peer, t in receives]
+        posted = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
+        posted += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives]
         _count([t for _, t in sends])
         self._kept = sends  # until they are sent
         self._works = dist.batch_isend_irecv(posted) if posted else []
@@ -90,7 +94,7 @@ class Transfer:
         return self.came
 
 
-def _sized(like: Tensor, dim: int, length: int, format: torch.memory_format) -> Tensor:
+def _sized(like: Tensor, dim: int, length: int, format: torch.memory_format = torch.contiguous_format) -> Tensor:
     shape = list(like.shape)
     shape[dim] = length
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=format)
@@ -98,10 +102,9 @@ def _sized(like: Tensor, dim: int, length: int, format: torch.memory_format) -> 
 
 def start(x: Tensor, dim: int, group: Any, plan: Moves) -> Transfer:
     """Sends what others want of `x`, and receives what this rank wants of them."""
-    format = layout(x)
     x = x.detach()
-    sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim, format)) for peer, ranges in plan.sends]
-    receives = [(peer, _sized(x, dim, count, format)) for peer, count in plan.receives]
+    sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim)) for peer, ranges in plan.sends]
+    receives = [(peer, _sized(x, dim, count)) for peer, count in plan.receives]
     return Transfer(group, sends, receives)
 
 
@@ -114,10 +117,10 @@ def _send_back(
         grad, own = torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=format), True
     sends, receives = [], []
     for (peer, count), g in zip(plan.receives, came, strict=True):
-        g = _sized(grad, dim, count, format).zero_() if g is None else g.detach().contiguous(memory_format=format)
+        g = _sized(grad, dim, count).zero_() if g is None else g.detach().contiguous()
         sends.append((peer, g))
     for peer, ranges in plan.sends:
-        receives.append((peer, _sized(grad, dim, sum(b - a for a, b in ranges), format)))
+        receives.append((peer, _sized(grad, dim, sum(b - a for a, b in ranges))))
     back = Transfer(group, sends, receives).wait()
     if not plan.sends:
         return grad
@@ -140,7 +143,7 @@ class _Exchange(Function):
         ctx.set_materialize_grads(False)
         ctx.given = (tuple(x.shape), x.dtype, x.device, layout(x)), dim, group, plan, fresh
         came = (begun or start(x, dim, group, plan)).wait()
-        return (_alias(x), *(came[peer] for peer, _ in plan.receives))
+        return (_alias(x), *(_like(x, came[peer], dim) for peer, _ in plan.receives))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -198,7 +201,8 @@ class Fetch:
             if a < b:
                 taken.append(part.narrow(self.dim, a, b - a))
             place += length
-        return _joined(taken, self.dim, layout(self.x))
+        whole = taken[0] if len(taken) == 1 else torch.cat(taken, self.dim)
+        return whole.contiguous(memory_format=layout(self.x))
 
     def finish(self) -> Tensor:
         """The ranges, joined."""
@@ -270,7 +274,7 @@ class _Summed(Function):
 
 def shared(value: Tensor, groups: tuple[Any, ...]) -> Tensor:
     """A value that is the same on every rank, for use on parts: its gradient is the sum of all ranks'."""
-    return _Shared.apply(value, groups) if value.requires_grad and torch.is_grad_enabled() else value
+    return _Shared.apply(value, groups) if groups and value.requires_grad and torch.is_grad_enabled() else value
 
 
 def summed(value: Tensor, groups: tuple[Any, ...]) -> Tensor:

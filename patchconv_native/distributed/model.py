@@ -93,16 +93,16 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which
         module = model.get_submodule(name)
         vars(module)["forward"] = _Gathered(module.forward)
 
-    def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or isinstance(value, SpatialTensor) or value.dim() != 4:
                 return value
             return scatter(value, mesh, dims)
 
-        return tuple(part(value) for value in args)
+        return tuple(part(value) for value in args), {name: part(value) for name, value in kwargs.items()}
 
     vars(model)["_patchconv_spatial"] = tuple(names)
-    model.register_forward_pre_hook(take)
+    model.register_forward_pre_hook(take, with_kwargs=True)
     return model
 
 

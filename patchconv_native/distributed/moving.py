@@ -54,7 +54,7 @@ def gather(x: Tensor) -> Tensor:
     """
     if not isinstance(x, SpatialTensor):
         return x
-    whole = x._local
+    whole = x.to_local()
     for d, axis in reversed(x.axes.items()):
         whole = gather_part(whole, d, axis)
     return whole
@@ -87,7 +87,7 @@ def halo_exchange(x: SpatialTensor, halo: int | tuple[int, ...]) -> Tensor:
         raise ValueError(
             f"halo_exchange: expected halo to be 1, 2 or {2 * len(x.axes)} numbers that are not negative, got {halo!r}"
         )
-    local = x._local
+    local = x.to_local()
     for place, (d, axis) in enumerate(x.axes.items()):
         before, after = widths[2 * place : 2 * place + 2]
         wanted: list[tuple[Range, ...]] = [(inside((a - before, b + after), axis.size),) for a, b in axis.parts()]
@@ -111,7 +111,7 @@ def to_dtensor(x: SpatialTensor, mesh: Any) -> Any:
     order = {d: next((i for i, g in enumerate(groups) if g is axis.group), None) for d, axis in x.axes.items()}
     if len(groups) != len(x.axes) or None in order.values():
         raise ValueError("to_dtensor: expected mesh to be the one that the SpatialTensor is cut over")
-    local = x._local
+    local = x.to_local()
     for d, axis in x.axes.items():
         cuts = _torchs_cuts(axis)
         if cuts != axis.cuts:

@@ -196,6 +196,10 @@ def _batch_norm(
             local, running_mean, running_var, parameter(weight, x), parameter(bias, x), False, momentum, eps
         )
         return SpatialTensor(y, x.axes)
+    if x.size(0) == 0:  # nothing to take statistics of
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        y = local if weight is None else local * parameter(weight, x).view(shape)
+        return SpatialTensor(y if bias is None else y + parameter(bias, x).view(shape), x.axes)
     dims = (0, *range(2, x.dim()))
     groups = groups_of(x.axes)
     mean, var, count = found = moments(local, dims, groups)

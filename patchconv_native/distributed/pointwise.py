@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lean import _Redirect, in_lean
+from .exchange import layout
 from .tensor import SpatialTensor, aligned, local_of, name_of, parameter, refuse, rule, rules, wrap
 
 _nn: Any = torch._C._nn
@@ -44,7 +45,7 @@ def _getter(name: str) -> Any:
 
 
 _SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_quantized is_nested is_xla itemsize"
-_SIZE_METHODS = "size dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
+_SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
 rules(_on_wrapper, map(_getter, _SIZES.split()))
 rules(_on_wrapper, (getattr(Tensor, name) for name in _SIZE_METHODS.split()))
 rules(_on_wrapper, (torch.is_floating_point, torch.is_complex, torch.numel))
@@ -65,13 +66,26 @@ def _grad(x: SpatialTensor) -> Tensor | None:
 
 @rule(getattr(Tensor, "requires_grad").__set__)  # noqa: B009
 def _set_requires_grad(x: SpatialTensor, value: bool) -> None:
-    x._local.requires_grad = value
+    _requires_grad(x, value)
 
 
 @rule(Tensor.requires_grad_)
 def _requires_grad(x: SpatialTensor, value: bool = True) -> SpatialTensor:
     x._local.requires_grad_(value)
+    with torch._C.DisableTorchFunctionSubclass():
+        x.requires_grad_(value)
     return x
+
+
+@rule(_getter("data"))
+def _data(x: SpatialTensor) -> Tensor:
+    return wrap(x._local.data, x.axes)
+
+
+rules(_on_local, (Tensor.type,))
+
+# A whole tensor, the same on every rank.
+rules(_on_local, (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
 
 
 @rule(Tensor.__hash__)
@@ -136,7 +150,7 @@ def _cast(function: Any) -> Callable[..., Any]:
     return serve
 
 
-rules(_cast, (Tensor.to, Tensor.type_as, Tensor.contiguous, Tensor.type))
+rules(_cast, (Tensor.to, Tensor.type_as, Tensor.contiguous))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Functions of several tensors, place by place.
@@ -193,7 +207,7 @@ def _linear(x: SpatialTensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return wrap(F.linear(x._local, parameter(weight, x), parameter(bias, x)), x.axes)
 
 
-@rule(F.bilinear, F.embedding, F.local_response_norm)
+@rule(F.local_response_norm)
 def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(x, SpatialTensor) and 1 not in x.axes:
         return wrap(F.local_response_norm(x._local, *args, **kwargs), x.axes)
@@ -204,18 +218,20 @@ def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
 # Dropout: the mask of one device that has the whole image.
 
 
-def _mask_like_one_device(x: SpatialTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+def _mask_of_one_device(x: SpatialTensor, p: float) -> Tensor:
     """Draws for the whole image, as one device would with this random state, and takes the part. The same state is
-    needed on every rank. For the moment of the call it is one byte an element of the whole.
+    needed on every rank. For the moment of the call it is as large as the whole image, in one byte an element (two for
+    the mask of a converted layer).
     """
-    format = torch.preserve_format
-    if x.dim() == 4 and x._local.is_contiguous(memory_format=torch.channels_last):
-        format = torch.channels_last if not x._local.is_contiguous() else torch.preserve_format
-    whole = torch.empty(x.shape, dtype=torch.bool, device=x._local.device)
-    mask = draw(whole if format == torch.preserve_format else whole.contiguous(memory_format=format))
+    last = x.dim() == 4 and layout(x._local) == torch.channels_last
+    dtype = torch.bfloat16 if in_lean() else torch.bool
+    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device,
+                        memory_format=torch.channels_last if last else torch.contiguous_format)  # fmt: skip
+    with torch.no_grad():
+        mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if in_lean() else whole.bernoulli_(1 - p)
     for d, axis in x.axes.items():
         mask = mask.narrow(d, axis.own[0], axis.length)
-    return mask
+    return mask.clone()
 
 
 def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_channels: bool) -> Tensor:
@@ -223,12 +239,17 @@ def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_ch
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0:
         return x
+    if p == 1 and not in_lean():  # draws nothing
+        return x.mul_(0) if inplace else x * 0
     if whole_channels:
-        keep = torch.empty((*x.shape[:2], *(1 for _ in x.shape[2:])), dtype=x.dtype, device=x.device)
+        keep = torch.ones((*x.shape[:2], *(1 for _ in x.shape[2:])), dtype=x.dtype, device=x.device)
+        if in_lean():
+            with torch.no_grad():
+                mask = torch.ops.patchconv.feature_dropout(keep, p)
+            return x.mul_(mask) if inplace else x * mask
         mask = keep.bernoulli_(1 - p)
-        return x.mul_(mask).div_(1 - p) if inplace else x * mask.div_(1 - p if p < 1 else 1)
-    mask = _mask_like_one_device(x, lambda whole: whole.bernoulli_(1 - p))
-    scale = 1 / (1 - p) if p < 1 else 0.0
+        return x.mul_(mask.div_(1 - p)) if inplace else x * mask.div_(1 - p)
+    mask, scale = _mask_of_one_device(x, p), 1 / (1 - p) if p < 1 else 0.0
     local = x._local
     if inplace:
         local.mul_(mask).mul_(scale)

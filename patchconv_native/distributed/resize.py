@@ -64,16 +64,21 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
     return SpatialTensor(F.pixel_unshuffle(there._local, downscale_factor), new)
 
 
-def _taps(mode: str, size: int, out: int, scale: float | None, align: bool, own: Range) -> tuple[Tensor, Tensor]:
+def _taps(
+    mode: str, size: int, out: int, scale: float | None, align: bool, own: Range, dtype: torch.dtype, device: Any
+) -> tuple[Tensor, Tensor]:
     """Of outputs in `own`: (taps, n) coordinates that are read, and their weights, in float64."""
     at = torch.arange(*own, dtype=torch.float64)
+    if mode.startswith("nearest"):
+        # Torch's own choice for this dimension alone, by its own code: places, resized. (Where the exact place is a
+        # whole number its kernels can differ from each other by one.)
+        places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, 1)
+        given: Any = {"size": (out, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
+        found = F.interpolate(places, **given, mode=mode).flatten()[own[0] : own[1]]
+        return found[None].round().long().cpu(), torch.ones_like(at)[None]
+    if size == out and mode == "bilinear":
+        return at[None].long(), torch.ones_like(at)[None]
     step = 1 / scale if scale is not None else size / out
-    if mode == "nearest":
-        found = (at * step).floor().clamp(max=size - 1)
-        return found[None].long(), torch.ones_like(at)[None]
-    if mode == "nearest-exact":
-        found = ((at + 0.5) * step).floor().clamp(max=size - 1)
-        return found[None].long(), torch.ones_like(at)[None]
     if align:
         real = at * ((size - 1) / (out - 1) if out > 1 else 0.0)
     else:
@@ -129,10 +134,12 @@ def interpolate(
         if sizes[other] != whole[other] or scales[other] not in (None, 1.0):
             local = lean_functional.interpolate(local, **one, mode=mode, **align)
     axes: Axes = {}
+    precise = torch.float32 if local.dtype in (torch.half, torch.bfloat16) else local.dtype
     for d, axis in input.axes.items():
         out, scale = sizes[d - first], scales[d - first]
         axes[d] = axis.cut_at(scaled_cuts("interpolate", axis, out))
-        found = [_taps(mode, axis.size, out, scale, bool(align_corners), part) for part in axes[d].parts()]
+        given = mode, axis.size, out, scale, bool(align_corners)
+        found = [_taps(*given, part, precise, local.device) for part in axes[d].parts()]
         reads = [(int(taps.min()), int(taps.max()) + 1) for taps, _ in found]
         local = reading(local, d, axis, reads, fresh=False)
         taps, weights = found[axis.index]

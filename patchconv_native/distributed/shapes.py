@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
 from .cuts import Axis
-from .exchange import all_parts, shared, summed
+from .exchange import all_parts, all_sum, shared, summed
 from .moving import recut
 from .resize import pad
-from .tensor import Axes, SpatialTensor, aligned, groups_of, parameter, refuse, rule, rules, wrap
+from .tensor import Axes, SpatialTensor, aligned, groups_of, local_of, parameter, refuse, rule, rules, wrap
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reductions. What is reduced over a cut dimension is the same on every rank of its group afterwards.
@@ -35,8 +36,10 @@ def _groups(x: SpatialTensor, dims: Sequence[int]) -> tuple[Any, ...]:
 
 
 @rule(torch.sum, Tensor.sum)
-def total_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = _dims_of(x, dim)
+def total_of(
+    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = _dims_of(x, dim if axis is None else axis)
     groups = _groups(x, dims)
     if not groups:
         return wrap(x._local.sum(dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
@@ -47,10 +50,12 @@ def total_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
 
 
 @rule(torch.mean, Tensor.mean)
-def mean_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    dims = _dims_of(x, dim)
+def mean_of(
+    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = _dims_of(x, dim if axis is None else axis)
     groups = _groups(x, dims)
-    if not groups:
+    if not groups or not (dtype or x.dtype).is_floating_point:  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), _left(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
     precise = torch.float32 if (dtype or x.dtype) in (torch.half, torch.bfloat16) else dtype
@@ -67,12 +72,22 @@ def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor
         return wrap(reduce(x._local, dims, keepdim), _left(x, dims, keepdim))
     with torch.no_grad():
         most = reduce(all_parts(reduce(x._local, dims, True), groups), 0)
-        there = (x._local == most) | (x._local != x._local)
-        number = summed(there.sum(dims, keepdim=True).double(), groups).to(x.dtype)
-    local = torch.where(there, x._local, torch.zeros((), dtype=x.dtype, device=x.device))
-    found = summed(local.sum(dims, keepdim=True), groups) / number
-    found = most + (found - found.detach())  # the value itself, with that gradient
+    found = _Extreme.apply(x._local, most, dims, groups) if x._local.requires_grad else most
     return wrap(found if keepdim else found.squeeze(dims), _left(x, dims, keepdim))
+
+
+class _Extreme(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], groups: tuple[Any, ...]) -> Tensor:
+        there = (x == most) | (x.isnan() & most.isnan())
+        number = all_sum(there.sum(dims, keepdim=True), groups)
+        ctx.save_for_backward(there, number)
+        return most.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        there, number = ctx.saved_tensors
+        return there * (grads[0] / number), None, None, None
 
 
 @rule(torch.amax, Tensor.amax)
@@ -169,6 +184,9 @@ def _glu(input: Any, dim: int = -1) -> Tensor:
 # Losses, reduced over the whole image.
 
 
+_BY_WEIGHT = {F.mse_loss, F.l1_loss, F.huber_loss}  # their mean divides by the sum of the weights
+
+
 def _loss(function: Any) -> Callable[..., Any]:
     def serve(input: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
         reduction = kwargs.pop("reduction", "mean")
@@ -178,7 +196,14 @@ def _loss(function: Any) -> Callable[..., Any]:
         values, axes = aligned(function.__name__, [input, target, *(kwargs[name] for name in names)])
         kwargs.update(zip(names, values[2:], strict=True))
         each = wrap(function(values[0], values[1], reduction="none", **kwargs), axes)
-        return each if reduction == "none" else mean_of(each) if reduction == "mean" else total_of(each)
+        if reduction == "none":
+            return each
+        if reduction == "sum":
+            return total_of(each)
+        if function in _BY_WEIGHT and kwargs.get("weight") is not None:
+            weights = wrap(kwargs["weight"].expand_as(local_of(each)), axes)
+            return total_of(each) / total_of(weights)
+        return mean_of(each)
 
     return serve
 
@@ -213,7 +238,7 @@ def cross_entropy(
     if not by_class:
         return total / (input.numel() // input.size(1))
     counted = target != ignore_index
-    number = (counted if weight is None else weight[target.clamp(min=0)] * counted).sum()
+    number = (counted if weight is None else weight[target.masked_fill(~counted, 0)] * counted).sum()
     return total / summed(number.to(total.dtype), groups)
 
 
@@ -261,10 +286,11 @@ def stack(tensors: Any, dim: int = 0) -> Tensor:
 
 
 def _pieces(function: Any) -> Callable[..., Any]:
-    def serve(x: Any, size: Any, dim: int = 0) -> Any:
+    def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         if dim % x.dim() in x.axes:
             raise refuse(function.__name__, "the dimension that it splits is cut")
-        return tuple(wrap(part, x.axes) for part in function(x._local, size, dim))
+        return tuple(wrap(part, x.axes) for part in function(x._local, *args, **kwargs))
 
     return serve
 
@@ -282,14 +308,17 @@ def _unbind(x: Any, dim: int = 0) -> Any:
 
 @rule(torch.narrow, Tensor.narrow)
 def _narrow(x: Any, dim: int, start: int, length: int) -> Tensor:
-    return _slice(x, dim % x.dim(), int(start) % x.size(dim) if start < 0 else int(start), int(start) + int(length))
+    start = int(start) + (x.size(dim) if start < 0 else 0)
+    return _slice(x, dim % x.dim(), start, start + int(length))
 
 
 def _slice(x: SpatialTensor, dim: int, start: int, stop: int) -> Any:
     if dim not in x.axes:
         return wrap(x._local.narrow(dim, start, stop - start), x.axes)
     pads = [0, 0] * (x.dim() - 1 - dim) + [-start, stop - x.size(dim)]
-    return pad(x, pads)
+    cropped: Any = pad(x, pads)
+    # Not a view on one rank and a copy on another.
+    return wrap(cropped._local.clone(), cropped.axes)
 
 
 @rule(torch.select, Tensor.select)

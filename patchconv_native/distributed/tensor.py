@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .cuts import Axis
@@ -76,7 +77,9 @@ class SpatialTensor(Tensor):
                     f"SpatialTensor: expected a local tensor of {axis.length} along dimension {d} (cut at {axis.cuts}, "
                     f"rank {axis.index}), got {local.size(d)}"
                 )
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
         self._local = local
         self.axes = dict(axes)
         return self
@@ -88,6 +91,7 @@ class SpatialTensor(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part, with its history."""
+        check_history("to_local", self)
         return self._local
 
     @property
@@ -119,7 +123,14 @@ class SpatialTensor(Tensor):
             raise refuse(name_of(func), "it has no rule here")
         if kwargs and kwargs.get("out") is not None:
             raise refuse(name_of(func), "`out` cannot be given")
-        return serve(*args, **(kwargs or {}))
+        for value in args:
+            if isinstance(value, SpatialTensor):
+                check_history(name_of(func), value)
+        result = serve(*args, **(kwargs or {}))
+        if isinstance(result, SpatialTensor) and result._local.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                result.requires_grad_()  # written in place, it may need one now
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -128,6 +139,16 @@ class SpatialTensor(Tensor):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # For the rules.
+
+
+def check_history(function: str, x: SpatialTensor) -> None:
+    """The history is the local tensor's. One of the wrapper's own comes from what passes torch's functions by."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own = x.grad_fn
+    if own is not None:
+        raise refuse(
+            function, f"its input comes from {own.name()}, a torch.autograd.Function, which would lose its gradient"
+        )
 
 
 def groups_of(axes: Axes) -> tuple[Any, ...]:
@@ -188,7 +209,9 @@ def aligned(function: str, values: Sequence[Any]) -> tuple[list[Any], Axes]:
             for d in here:
                 if d >= 0 and d not in value.axes and value.size(d) != 1:
                     raise refuse(function, "its operands are cut along different dimensions")
-            result.append(recut(value, {d: here[d].cuts for d in value.axes})._local)
+            local = recut(value, {d: here[d].cuts for d in value.axes})._local
+            # The same along what it is not cut along.
+            result.append(shared(local, tuple(axis.group for d, axis in here.items() if d not in value.axes)))
             continue
         local = value
         if value.dim():
