@@ -98,10 +98,11 @@ def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
         plain, kinds = parts(cls.__bases__[0])
         return (rebased(cls, plain) if kinds else cls), kinds
     kind: Any = cls.__bases__[0]
-    if _classes.get((kind, cls._plain)) is not cls:
+    inner: Any = vars(cls).get("_plain")
+    if _classes.get((kind, inner)) is not cls:
         owner, word = cls._called
         raise TypeError(f"{owner}: {cls.__name__} is a subclass of a {word} class and has no plain form")
-    plain, kinds = parts(cls._plain)
+    plain, kinds = parts(inner)
     return plain, [*kinds, kind]
 
 
