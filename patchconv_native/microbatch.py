@@ -319,7 +319,8 @@ def microbatch(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
 
     x: (N, ...); module: anything that takes x alone and returns a tensor (N, ...), sample by sample but for batch norms
     (torch.nn.BatchNorm1d to 3d, converted or not). Chunks have N // chunks samples, the first N % chunks one more.
-    Values, gradients of input and parameters and running statistics are, to rounding, those of module(x).
+    Values, gradients of input and parameters and running statistics are, to rounding, those of module(x); in half
+    precision a parameter's gradient is rounded once a chunk, and their sum made in float32.
 
     Memory: forward takes the output and the tensors of one chunk; kept for backward are x and some numbers a channel;
     backward takes the gradient of x, the parameters' and, above what comes in, what one chunk takes forward and

@@ -19,6 +19,8 @@ from .wrapped import Wrapped
 
 _library.load()
 _ops = torch.ops.patchconv
+_HALF = (torch.float16, torch.bfloat16)
+_AT_ONCE = 2**17  # elements that are held in higher precision, but for larger samples
 
 
 @dataclass
@@ -69,6 +71,25 @@ class Call:
                 running.copy_(running.to(now.dtype) * (1 - momentum) + now * momentum)
 
 
+def _affine(grad: Tensor, input: Tensor, of_grad: Tensor, of_input: Tensor, shift: Tensor, mean: Tensor) -> Tensor:
+    """of_grad * grad + of_input * (input - mean) + shift by channel, rounded once: what is rounded on the way, as a
+    shift that all elements share, would be found again in the gradients' sums, which are zero. A few samples at a time.
+    """
+    exact = torch.float32 if input.dtype in _HALF else torch.float64
+    if input.dtype == torch.float32 and input.is_cuda:
+        exact = torch.float32  # most GPUs are slow in float64
+    shape = (-1, *[1] * (input.dim() - 2))
+    shift = shift - of_input * mean
+    a, b, c = (t.to(exact).view(shape) for t in (of_grad, of_input, shift))
+    result = torch.empty_like(input)
+    step = max(1, _AT_ONCE // max(1, input[:1].numel()))
+    for i in range(0, len(input), step):
+        part = slice(i, i + step)
+        made = torch.addcmul(c, input[part].to(a.dtype), b)
+        result[part].copy_(made.addcmul_(grad[part].to(a.dtype), a))
+    return result
+
+
 class Norm(torch.autograd.Function):
     """A batch norm of a chunk with the statistics of the whole batch. Its backward, where the sums are not known, adds
     the chunk's to them, and goes no further (`anchor` is what makes autograd come here); else it gives the gradient.
@@ -98,13 +119,10 @@ class Norm(torch.autograd.Function):
         products, ones = call.sums
         grad_input = None
         if ctx.needs_input_grad[0]:
-            invstd = (var.double() + eps).rsqrt_()
-            factor = invstd.div_(-call.count) if scale is None else invstd.mul_(scale).div_(-call.count)
-            of_input, shift = ((factor * each).to(mean.dtype) for each in (products, ones))
-            grad_input = _ops._batch_norm_backward(
-                grad, input, scale, None, mean, var, False, eps, 0, [True, False, False]
-            )[0]
-            grad_input.add_(_ops._normalize(input, of_input, shift, mean, var, eps, 0))
+            factor = (var.double() + eps).rsqrt_()
+            of_input = products / call.count * factor  # of the normalized input, and so of the input
+            factor = factor if weight is None else factor * weight
+            grad_input = _affine(grad, input, factor, -factor * of_input, -factor * (ones / call.count), mean)
         # The sums are the whole batch's: one chunk hands them on.
         give = ctx.parameters and weight is not None
         grad_weight = products.to(weight.dtype) if give and ctx.needs_input_grad[1] else None
