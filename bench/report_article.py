@@ -90,7 +90,8 @@ def _predicted(data: dict[str, Any]) -> str:
         f"the peak of all together: {held}.\n\n"
         "All together takes micro-batches (`pc.microbatch`: batch norm over the whole batch, activations of a chunk) "
         f"for the stem (convolution, norm, ReLU and pool as one stage) and for blocks: {chunks} chunks, or one a "
-        f"sample where there are fewer; what follows the stem is {data['segments']} segments, all but the last checkpointed."
+        f"sample where there are fewer; what follows the stem is {data['segments']} segments, all but the last "
+        "checkpointed."
     )
     at = rows["all but micro-batches"]["at"]["module"]
     if at.removeprefix("layers.") in data["stem"]:
