@@ -301,7 +301,8 @@ def check_chunks(owner: str, chunks: Any) -> None:
 
 def microbatch_call(owner: str, module: nn.Module, run: Callable[[Tensor], Any], x: Any, chunks: int) -> Any:
     """run(x), which is the module's forward or calls it, in chunks."""
-    if torch.compiler.is_compiling() or _active.stage:
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    if torch.compiler.is_compiling() or _active.stage or transformed:
         return run(x)
     if type(x) not in _library.PLAIN or x.dim() == 0:
         got = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) and x.dim() == 0 else type(x).__name__
@@ -331,7 +332,7 @@ def microbatch(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
 
     Dropout's masks are others than those of module(x) for the same seed, and the same in every pass. Hooks of modules
     inside run once a chunk and pass. Group, layer and instance norm and norms in eval mode see what they always see.
-    Inside torch.compile this is module(x); a stage inside of another is a part of it.
+    Inside torch.compile and torch.func's transforms this is module(x); a stage inside of another is a part of it.
 
     ValueError unless 1 <= chunks <= N, or for a norm with one value a channel; TypeError for another module, x or
     output, for SyncBatchNorm, functional batch norms and instance norms with running statistics, in training;

@@ -344,6 +344,12 @@ def test_autocast_does_not_keep_weights_without_gradients():
     assert other.requires_grad and stage[0].weight.grad is not None
 
 
+def test_transforms_run_the_module():
+    stage, x = made("stem").double().eval(), images("noise")
+    expected = torch.func.grad(lambda x: stage(x).square().sum())(x)
+    torch.testing.assert_close(torch.func.grad(lambda x: pc.microbatch(stage, x, 2).square().sum())(x), expected)
+
+
 class Many(nn.Module):
     def __init__(self, fn: Callable[[Tensor], Any]) -> None:
         super().__init__()
