@@ -1,10 +1,11 @@
 """The memory log of a ResNet-18 and what makes its peak smaller, after a well-known article, end to end.
 
 The article logs the memory of a training step (batch 128, 224x224) on a GPU, and takes a peak to 0.2 of what it was by
-checkpoints in 3 chunks and mixed precision. Here: the same forms, this package's beside them, and what its planner
-finds; predicted at the article's size with fake tensors (and measured there, where there is a GPU), and measured at a
-small batch on the CPU, each form in a process of its own, with the prediction of the same step beside it. `--log FILE`
-writes the log of one form, a row for every stay in a module, as CSV, and measures nothing.
+checkpoints in 3 chunks and mixed precision. Here: the same forms, this package's beside them (all together with
+micro-batches and without), and what its planner finds; predicted at the article's size with fake tensors (and measured
+there, where there is a GPU), and measured at a small batch on the CPU, each form in a process of its own, with the
+prediction of the same step beside it. `--log FILE` writes the log of one form, a row for every stay in a module, as
+CSV, and measures nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import json
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,11 @@ SIZES = {"full": (2, 128, 224, 8, 60.0), "small": (2, 16, 64, 4, 5.0), "tiny": (
 TARGET = 0.15
 ARTICLE = 0.2
 CHUNKS = 3
+# With micro-batches: the stem, whose layers are then one stage, and the blocks in so many of them (at most one sample
+# each); behind the stem so many checkpoints, a stage of the ResNet each but for the last, which is not checkpointed.
+STEM = ("conv1", "bn1", "relu", "maxpool")
+MICROBATCHES = {"stem": 8, "layer1": 8, "layer2": 4}
+SEGMENTS = 5
 POINTS = 240  # of a curve that is kept for the figure
 HALF = torch.bfloat16
 # In the place of what the planner finds, which takes its time at any size.
@@ -58,6 +65,15 @@ def ours(layers: nn.Sequential, x: Tensor) -> Tensor:
     return pc.checkpoint_sequential(layers, CHUNKS, x)
 
 
+def in_microbatches(layers: nn.Sequential, x: Tensor) -> Tensor:
+    def stage(name: str, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        chunks = MICROBATCHES.get(name.split("_")[0])
+        return layer if chunks is None else lambda x: pc.microbatch(layer, x, min(chunks, len(x)))
+
+    stem, *others = (stage(name, layer) for name, layer in layers.named_children())
+    return pc.checkpoint_sequential(others, SEGMENTS, stem(x))
+
+
 FORMS = {
     "baseline": Form(),
     "checkpoints, torch": Form(torchs),
@@ -67,7 +83,8 @@ FORMS = {
     "checkpoints, ours + mixed": Form(ours, amp=True),
     "converted": Form(converted=True),
     "converted + mixed": Form(amp=True, converted=True),
-    "all": Form(ours, amp=True, converted=True),
+    "all but micro-batches": Form(ours, amp=True, converted=True),
+    "all": Form(in_microbatches, amp=True, converted=True),
     "planned, exact": Form(planned="exact"),
     "planned": Form(planned="any"),
 }
@@ -90,6 +107,10 @@ class Chain(nn.Module):
                 if name == "fc":
                     self.layers.add_module("flatten", nn.Flatten())
                 self.layers.add_module(name, layer)
+        if run is in_microbatches:
+            stem = nn.Sequential(OrderedDict((name, getattr(self.layers, name)) for name in STEM))
+            others = [(name, layer) for name, layer in self.layers.named_children() if name not in STEM]
+            self.layers = nn.Sequential(OrderedDict([("stem", stem), *others]))
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +229,8 @@ def measure_all(size: str) -> dict[str, Any]:
     blocks, batch, side, small, seconds = SIZES[size]
     data = measure.report_head("article", size, here()) | {
         "blocks": blocks, "batch": batch, "side": side, "small": small, "device": here(),
-        "target": TARGET, "article": ARTICLE, "chunks": CHUNKS, "rows": [], "measured": [],
+        "target": TARGET, "article": ARTICLE, "chunks": CHUNKS,
+        "microbatches": MICROBATCHES, "stem": STEM, "segments": SEGMENTS, "rows": [], "measured": [],
     }  # fmt: skip
 
     def run(target: str, **arguments: Any) -> dict[str, Any]:

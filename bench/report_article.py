@@ -16,7 +16,8 @@ TITLES = {
     "checkpoints, ours + mixed": "3 checkpoints, pc, and mixed",
     "converted": "`pc.convert(functional=True)`",
     "converted + mixed": "converted, mixed",
-    "all": "all: converted, 3 checkpoints, mixed",
+    "all but micro-batches": "converted, 3 checkpoints, mixed",
+    "all": "all: converted, micro-batches, checkpoints, mixed",
     "planned, exact": "`pc.plan`, least peak in float32",
     "planned": "`pc.plan`, least peak",
 }
@@ -27,7 +28,7 @@ DRAWN = {
     "mixed": "mixed precision",
     "checkpoints, torch + mixed": "3 checkpoints (torch), mixed",
     "converted": "converted",
-    "planned": "planned",
+    "all but micro-batches": "all but micro-batches",
     "all": "all together",
 }
 
@@ -71,9 +72,11 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
 def _predicted(data: dict[str, Any]) -> str:
     rows = {row["form"]: row for row in data["rows"]}
     least = min(data["rows"], key=lambda row: row["peak"])
-    whole, every = rows["all"], rows["all"]["held"]
-    held = ", ".join(f"{_mib(count)} MiB of {module or 'the step'} ({operator})" for module, operator, count in every)
+    held = ", ".join(
+        f"{_mib(count)} MiB of {module or 'the step'} ({operator})" for module, operator, count in rows["all"]["held"]
+    )
     met = [TITLES[row["form"]] for row in data["rows"] if row["met"]]
+    chunks = ", ".join(f"{name} in {count}" for name, count in data["microbatches"].items())
     text = (
         f"A training step of {'ResNet-18' if data['blocks'] == 2 else 'a smaller ResNet'}: forward, cross entropy, "
         f"backward, SGD without momentum; {data['chunks']} chunks over a chain of layers, blocks as units; mixed "
@@ -84,14 +87,18 @@ def _predicted(data: dict[str, Any]) -> str:
     text += f"Met by: {', '.join(met)}. " if met else f"No form meets it; the least is {least['ratio']:.3f}. "
     text += (
         f"The planner's least peak: {data['strategies']['any']}; in float32: {data['strategies']['exact']}. Alive at "
-        f"the peak of all together: {held}."
+        f"the peak of all together: {held}.\n\n"
+        "All together takes micro-batches (`pc.microbatch`: batch norm over the whole batch, activations of a chunk) "
+        f"for the stem (convolution, norm, ReLU and pool as one stage) and for blocks: {chunks} chunks, or one a "
+        f"sample where there are fewer; what follows the stem is {data['segments']} segments, all but the last "
+        "checkpointed."
     )
-    if whole["at"]["module"].endswith("bn1"):
+    at = rows["all but micro-batches"]["at"]["module"]
+    if at.removeprefix("layers.") in data["stem"]:
         text += (
-            " What remains is the stem at full batch: in backward, its batch norm has its input, the gradient that "
-            "comes, that gradient under the ReLU's mask and the one that it makes, all in the stem's resolution. "
-            "Checkpoints do not help there: a batch norm in training needs the whole batch, and what it needs in "
-            "backward must be there, made again or kept."
+            f" Without them the peak is in the stem at full batch (`{at}`), whose tensors in backward are all in the "
+            "stem's resolution. Checkpoints do not help there: a batch norm in training needs the whole batch, and "
+            "what it needs in backward must be there, made again or kept."
         )
     return text
 
@@ -105,6 +112,12 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
         f"{'allocator' if device == 'cuda' else 'kernel'} says of the process, in a step that nobody watches. Times "
         f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner's least peak at this batch: "
         f"{data['strategies'][f'any, {device}']}; in float32: {data['strategies'][f'exact, {device}']}."
+    )
+    every = next(row for row in rows if row["form"] == "all")["time"]
+    without = next(row for row in rows if row["form"] == "all but micro-batches")["time"]
+    text += (
+        f" What micro-batches cost here: all together took {every['median']:.2f} of the baseline's time, without them "
+        f"{without['median']:.2f}."
     )
     if "load_timing" in data:
         text += f" Load at the timing: {data['load_timing']}."

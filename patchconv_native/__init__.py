@@ -7,6 +7,7 @@
     y = torch.ops.patchconv.conv2d(x, w, b)     # also inside TorchScript and C++
     with pc.lean(): y = f(x)                    # functional code (F.relu, torch.cat, ...) without conversion
     y = pc.checkpoint(block, x)                 # batch norm's statistics move once
+    y = pc.microbatch(stage, x, chunks=8)       # the whole batch's batch norm, one chunk's activations
     report = pc.memory.trace(model, x)          # where a step's memory goes, measured or predicted
     plan = pc.plan(model, x, budget="6GiB")     # what to turn on so that it fits
 
@@ -26,6 +27,8 @@ from .checkpoint_modules import checkpoint_modules  # noqa: E402
 from .convert import ConvertReport, convert, convert_model, convert_report, revert  # noqa: E402
 from .explain import Explanation, explain  # noqa: E402
 from .lean import lean  # noqa: E402
+from .microbatch import microbatch  # noqa: E402
+from .microbatch_modules import microbatch_modules  # noqa: E402
 from .modules import (  # noqa: E402
     Conv1d,
     Conv2d,
@@ -85,6 +88,8 @@ __all__ = [
     "max_batch",
     "max_size",
     "memory",
+    "microbatch",
+    "microbatch_modules",
     "plan",
     "recompute",
     "record_paths",

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from .checkpoint_modules import rebased, without_checkpoints
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import lean
 from .modules import CONVERTED, Split, Splits, checked_splits
+from .wrapped import rebased, without_wrappers
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -111,7 +111,7 @@ def _named(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def convert_report(model: nn.Module) -> ConvertReport:
     """What of `model` is converted and what is not, as it stands. Changes nothing."""
     report = ConvertReport()
-    with without_checkpoints(model):
+    with without_wrappers(model):
         for name, module in _named("convert_report", model):
             if _is_ours(module):
                 report.converted[name] = type(module).__name__
@@ -235,7 +235,7 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     """
     if not isinstance(functional, bool):
         raise TypeError(f"convert: expected functional to be True or False, got {functional!r}")
-    with without_checkpoints(model):
+    with without_wrappers(model):
         changes: list[tuple[nn.Module, type, list[int] | None]] = []
         for name, module in _named("convert", model):
             owner = f"convert, module {name!r}" if name else "convert"
@@ -273,7 +273,7 @@ def revert(model: Model) -> Model:
 
     Raises TypeError for a module whose class is derived from one of this package's; then nothing has been changed.
     """
-    with without_checkpoints(model):
+    with without_wrappers(model):
         changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if _is_ours(module)]
         for module, cls in changes:
             vars(module).pop("_splits", None)

@@ -84,6 +84,21 @@ def test_forms_keep_less() -> None:
     assert saved["planned"] < saved["baseline"]
 
 
+def test_all_together_meet_the_target() -> None:
+    peaks = {form: article.predicted(form, 2, 128, 224, None)["peak"] for form in ("baseline", "all")}
+    assert peaks["all"] <= article.TARGET * peaks["baseline"]
+
+
+def test_micro_batches_are_the_resnet_too() -> None:
+    results = []
+    for form in ("baseline", "all"):
+        model = article.network(form, 1).double()
+        x = torch.randn(3, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        article.loss(model(x)).backward()
+        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_of_what_is_tried_the_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = [
         SimpleNamespace(strategy=Strategy(), peak=9),

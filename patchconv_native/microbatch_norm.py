@@ -1,0 +1,177 @@
+"""Batch norm of micro-batches: statistics, and the sums of its gradient, put together of those of chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+
+from . import _library
+from .layers import Lean
+from .wrapped import Wrapped
+
+_library.load()
+_ops = torch.ops.patchconv
+_HALF = (torch.float16, torch.bfloat16)
+_AT_ONCE = 2**17  # elements that are held in higher precision, but for larger samples
+
+
+@dataclass
+class Call:
+    """One call of a batch norm in training: its statistics, and in backward the sums of its gradient."""
+
+    module: _BatchNorm
+    count: int = 0
+    mean: Any = 0.0  # in float64 while chunks are put together
+    squares: Any = 0.0  # of what is left without the mean, summed
+    var: Any = None
+    sums: list[Tensor] = field(default_factory=list)  # of the gradient times the normalized input, and of the gradient
+
+    def see(self, input: Tensor) -> None:
+        """Takes a chunk in (Chan, Golub and LeVeque, 1979)."""
+        mean, var = _ops._batch_statistics(input, None, None, 0.0)
+        count = input.numel() // max(1, input.shape[1])
+        total = self.count + count
+        if total:
+            delta = mean.double() - self.mean
+            self.mean = self.mean + delta * (count / total)
+            self.squares = self.squares + var.double() * count + delta.square_() * (self.count * count / total)
+            self.count = total
+            self.dtype = mean.dtype
+
+    def finish(self) -> None:
+        if self.count <= 1:
+            raise ValueError(
+                f"microbatch: expected more than 1 value per channel when training, got {self.count} at a "
+                f"{type(self.module).__name__}"
+            )
+        self.mean, self.var = self.mean.to(self.dtype), (self.squares / self.count).to(self.dtype)
+        self.squares = None
+
+    def move(self) -> None:
+        """The module's running statistics, as one call with the whole batch moves them."""
+        module = self.module
+        if not (module.training and module.track_running_stats):
+            return
+        momentum = module.momentum or 0.0
+        if module.num_batches_tracked is not None:
+            module.num_batches_tracked.add_(1)
+            if module.momentum is None:
+                momentum = 1.0 / float(module.num_batches_tracked)
+        unbiased = self.var * (self.count / (self.count - 1))
+        for running, now in ((module.running_mean, self.mean), (module.running_var, unbiased)):
+            if running is not None:
+                running.copy_(running.to(now.dtype) * (1 - momentum) + now * momentum)
+
+
+def _affine(grad: Tensor, input: Tensor, of_grad: Tensor, of_input: Tensor, shift: Tensor, mean: Tensor) -> Tensor:
+    """of_grad * grad + of_input * (input - mean) + shift by channel, rounded once: what is rounded on the way, as a
+    shift that all elements share, would be found again in the gradients' sums, which are zero. A few samples at a time.
+    """
+    exact = torch.float32 if input.dtype in _HALF else torch.float64
+    if input.dtype == torch.float32 and input.is_cuda:
+        exact = torch.float32  # most GPUs are slow in float64
+    shape = (-1, *[1] * (input.dim() - 2))
+    shift = shift - of_input * mean
+    a, b, c = (t.to(exact).view(shape) for t in (of_grad, of_input, shift))
+    result = torch.empty_like(input)
+    step = max(1, _AT_ONCE // max(1, input[:1].numel()))
+    for i in range(0, len(input), step):
+        part = slice(i, i + step)
+        made = torch.addcmul(c, input[part].to(a.dtype), b)
+        result[part].copy_(made.addcmul_(grad[part].to(a.dtype), a))
+    return result
+
+
+class Norm(torch.autograd.Function):
+    """A batch norm of a chunk with the statistics of the whole batch. Its backward, where the sums are not known, adds
+    the chunk's to them, and goes no further (`anchor` is what makes autograd come here); else it gives the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, anchor: Any, call: Call, parameters: bool
+    ) -> Tensor:  # fmt: skip
+        ctx.call, ctx.summing, ctx.parameters, ctx.bias = call, anchor is not None, parameters, bias is not None
+        ctx.save_for_backward(input, weight)
+        scale, shift = (None if t is None else t.to(call.mean.dtype) for t in (weight, bias))
+        return _ops._normalize(input, scale, shift, call.mean, call.var, call.module.eps, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        call: Call = ctx.call
+        mean, var, eps = call.mean, call.var, call.module.eps
+        scale = None if weight is None else weight.to(mean.dtype)
+        nothing = (None, None, None)
+        if ctx.summing:
+            found = _ops._batch_norm_backward(grad, input, scale, None, mean, var, False, eps, 0, [False, True, True])
+            call.sums = [a + b for a, b in zip(call.sums, (t.double() for t in found[1:]), strict=True)]
+            return None, None, None, *nothing
+        products, ones = call.sums
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            factor = (var.double() + eps).rsqrt_()
+            of_input = products / call.count * factor  # of the normalized input, and so of the input
+            factor = factor if weight is None else factor * weight
+            grad_input = _affine(grad, input, factor, -factor * of_input, -factor * (ones / call.count), mean)
+        # The sums are the whole batch's: one chunk hands them on.
+        give = ctx.parameters and weight is not None
+        grad_weight = products.to(weight.dtype) if give and ctx.needs_input_grad[1] else None
+        grad_bias = ones.to(weight.dtype) if give and ctx.bias and ctx.needs_input_grad[2] else None
+        return grad_input, grad_weight, grad_bias, *nothing
+
+
+class Watch(TorchFunctionMode):
+    """Refuses batch norms in training that are no layers: they would see a chunk alone."""
+
+    _norms = (
+        F.batch_norm, torch.batch_norm, torch.native_batch_norm,
+        _ops.batch_norm, _ops.batch_norm.default, _ops.batch_norm_relu, _ops.batch_norm_relu.default,
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._norms and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+            raise TypeError(
+                "microbatch: expected module to have its batch norms in training mode as torch.nn.BatchNorm layers, "
+                f"got a call of {getattr(func, '__name__', func)} with training=True"
+            )
+        return func(*args, **kwargs)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The forward that a module has by its class, below what this package puts around it."""
+    from .convert import _LeanCode
+
+    skipped = (Lean, _LeanCode)
+    for cls in type(module).__mro__:
+        if "forward" in vars(cls) and cls not in skipped and not (issubclass(cls, Wrapped) and "_rank" in vars(cls)):
+            return vars(cls)["forward"]
+    return None
+
+
+def norms_in_training(module: nn.Module) -> list[_BatchNorm]:
+    found: list[_BatchNorm] = []
+    for name, one in module.named_modules():
+        where = f"microbatch: module, at {name!r}" if name else "microbatch: module"
+        if isinstance(one, _InstanceNorm) and one.training and one.track_running_stats:
+            raise TypeError(f"{where}: {type(one).__name__} with track_running_stats=True is not served in training")
+        if not isinstance(one, _BatchNorm):
+            continue
+        if not one.training and (one.running_mean is not None or one.running_var is not None):
+            continue
+        if isinstance(one, nn.SyncBatchNorm):
+            raise TypeError(f"{where}: SyncBatchNorm is not served in training")
+        # Others are left alone: if they call batch norm in training, the call is refused.
+        if _forward_of(one) is _BatchNorm.forward and "forward" not in vars(one):
+            found.append(one)
+    return found

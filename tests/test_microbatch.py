@@ -1,0 +1,559 @@
+"""microbatch: a stage in chunks of the batch, with the numbers of the whole batch and the memory of one chunk."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import patchconv_native as pc
+
+
+class Block(nn.Module):
+    """A residual block whose two branches end in norms, as torchvision's with a downsample branch."""
+
+    def __init__(self, channels: int = 6, out: int = 8, stride: int = 2) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        y += self.downsample(x)
+        return self.relu(y)
+
+
+class Bottleneck(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm2d(c) for c in (3, 3, 6)])
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(*c, padding=c[2] // 2, bias=False) for c in ((6, 3, 1), (3, 3, 3), (3, 6, 1))]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y = norm(conv(y))
+            y = F.relu(y) if i < 2 else y
+        return F.relu(y + x)
+
+
+class Twice(nn.Module):
+    """A norm that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(torch.tanh(self.norm(x))))
+
+
+def stem() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(6, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+    )
+
+
+STAGES: dict[str, Callable[[], nn.Module]] = {
+    "stem": stem,
+    "block": Block,
+    "bottleneck": Bottleneck,
+    "twice": Twice,
+    "norm": lambda: nn.BatchNorm2d(6),
+    "no norm": lambda: nn.Sequential(nn.Conv2d(6, 4, 3), nn.GELU()),
+    "others": lambda: nn.Sequential(nn.Conv2d(6, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4)),
+}
+
+
+def made(kind: str, converted: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    stage = STAGES[kind]()
+    for module in stage.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+            module.running_mean.normal_()
+    if converted:
+        pc.convert(stage, functional=converted == "functional")
+    return stage
+
+
+def images(kind: str, batch: int = 7, side: int = 17) -> Tensor:
+    """Noise, or smooth pictures with edges, each of another brightness: chunks have other means than the batch."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(batch, 6, side, side, dtype=torch.float64, generator=generator)
+    if kind == "noise":
+        return noise
+    axis = torch.linspace(0, 6, side, dtype=torch.float64)
+    picture = torch.sin(axis)[:, None] * torch.cos(2 * axis) + (axis[:, None] > 3) * 2.0
+    level = torch.arange(batch, dtype=torch.float64).view(-1, 1, 1, 1)
+    return picture * (1 + torch.arange(6, dtype=torch.float64).view(6, 1, 1)) + 3 * level + 0.01 * noise
+
+
+def outcome(stage: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor], amp: bool = False) -> list[Any]:
+    """Output, gradients of input and parameters, buffers."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        y = run(stage, x)
+    if y.requires_grad:
+        weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).sin().view(y.shape)
+        y.backward(weights.to(y.dtype))
+    return [y, x.grad, *(p.grad for p in stage.parameters()), *stage.buffers()]
+
+
+def whole(stage: nn.Module, x: Tensor) -> Tensor:
+    return stage(x)
+
+
+def in_chunks(chunks: int) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda stage, x: pc.microbatch(stage, x, chunks)
+
+
+def leaf(x: Tensor, needs: bool = True) -> Tensor:
+    return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(needs)
+
+
+@pytest.mark.parametrize("picture", ["noise", "images"])
+@pytest.mark.parametrize("converted", ["", "layers", "functional"])
+@pytest.mark.parametrize("kind", STAGES)
+def test_numbers_are_the_whole_batchs(kind, converted, picture):
+    x = images(picture)
+    expected = outcome(made(kind).double(), leaf(x), whole)
+    for chunks in (1, 2, 3, 7):
+        found = outcome(made(kind, converted).double(), leaf(x), in_chunks(chunks))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ["stem", "block", "bottleneck"])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "amp"])
+@pytest.mark.parametrize("picture", ["noise", "images"])
+def test_lower_precision(kind, how, layout, picture):
+    """Errors are those that stock or this package makes on the whole batch, or little more: of half precision, a
+    parameter's gradient is rounded once a chunk.
+    """
+    dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
+    x = images(picture).to(dtype)
+    exact = outcome(made(kind).to(dtype).double(), leaf(x.double()), whole)
+    x = x.contiguous(memory_format=layout)
+    stock = outcome(made(kind).to(dtype), leaf(x), whole, how == "amp")
+    own = outcome(made(kind, "functional").to(dtype), leaf(x), whole, how == "amp")
+    found = outcome(made(kind, "functional").to(dtype), leaf(x), in_chunks(3), how == "amp")
+    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "amp": 2.0**-8}[how]
+    for ours, theirs, whole_batchs, right in zip(found, stock, own, exact, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        scale = right.double().norm() + 1e-30
+        error, *others = ((t.double() - right.double()).norm() / scale for t in (ours, theirs, whole_batchs))
+        assert error <= 2 * max(others) + 4 * unit, (error, others)
+    assert found[0].is_contiguous(memory_format=layout) and found[1].is_contiguous(memory_format=layout)
+
+
+def test_two_passes_and_accumulation():
+    x = images("images")
+    a, b = made("block").double(), made("block", "layers").double()
+    for stage, run in ((a, whole), (b, in_chunks(2))):
+        first, second = leaf(x), leaf(x.flip(0) * 2)
+        ys = run(stage, first), run(stage, second)
+        for y in ys:
+            y.square().sum().backward()
+        stage.got = [first.grad, second.grad, *(p.grad for p in stage.parameters()), *stage.buffers()]
+    torch.testing.assert_close(a.got, b.got)
+    assert int(b.bn1.num_batches_tracked) == 2
+
+
+@pytest.mark.parametrize("what", ["input", "weights", "conv1", "norm", "none"])
+def test_what_needs_no_gradient(what):
+    results = []
+    for run in (whole, in_chunks(3)):
+        stage = made("block").double()
+        for name, p in stage.named_parameters():
+            if what in ("weights", "none") or (what == "conv1" and name.startswith("conv1")):
+                p.requires_grad_(False)
+            if what == "norm" and name.startswith("bn2"):
+                p.requires_grad_(False)
+        results.append(outcome(stage, leaf(images("noise"), what not in ("input", "none")), run))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_norms_of_every_kind_of_state():
+    for momentum, affine, track in ((None, True, True), (0.3, False, True), (0.1, True, False)):
+        results = []
+        for run in (whole, in_chunks(3)):
+            torch.manual_seed(0)
+            stage = nn.Sequential(nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4, 1e-3, momentum, affine, track)).double()
+            for scale in (1, 2):
+                last = outcome(stage, leaf(images("images") * scale), run)
+            stage.eval()
+            results.append((last, stage(images("noise")), run(stage, images("noise"))))
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_eval_mode_and_frozen_norms():
+    for frozen in ("all", "bn1"):
+        results, ran = [], []
+        for run in (whole, in_chunks(3)):
+            sizes: list[int] = []
+            stage: Any = made("block").double()
+            (stage if frozen == "all" else stage.bn1).eval()
+            stage.conv1.register_forward_hook(lambda module, args, y, sizes=sizes: sizes.append(len(y)))
+            results.append(outcome(stage, leaf(images("images")), run))
+            ran.append(len(sizes))
+        torch.testing.assert_close(results[1], results[0])
+        # Three chunks; a pass forward and one backward, and two for each of the two norms that are in training.
+        assert ran == [1, 6 if frozen == "all" else 6 + 2 * 2 * 3]
+
+
+def test_batches_of_other_shapes():
+    for layer, shape in (
+        (nn.BatchNorm1d(5), (6, 5)),
+        (nn.BatchNorm1d(5), (6, 5, 9)),
+        (nn.BatchNorm3d(5), (4, 5, 2, 3, 4)),
+    ):
+        results = []
+        for run in (whole, in_chunks(3)):
+            stage = copy.deepcopy(layer).double()
+            x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            results.append(outcome(stage, leaf(x), run))
+        torch.testing.assert_close(results[1], results[0])
+    one = images("noise", 1)
+    torch.testing.assert_close(
+        outcome(made("stem").double(), leaf(one), in_chunks(1)), outcome(made("stem").double(), leaf(one), whole)
+    )
+
+
+def test_it_runs_in_chunks():
+    stage: Any = made("stem")
+    sizes: list[int] = []
+    stage[0].register_forward_hook(lambda module, args, y: sizes.append(len(y)))
+    y = pc.microbatch(stage, leaf(images("noise").float()), 3)
+    assert sizes == [3, 2, 2] * 2, "uneven chunks, in a pass for the norm and one for the output"
+    y.sum().backward()
+    assert sizes == [3, 2, 2] * 4
+    assert "forward" not in vars(stage[1]) and isinstance(stage[0].weight, nn.Parameter)
+
+
+def test_dropout_is_the_same_in_every_pass():
+    def run() -> list[Any]:
+        torch.manual_seed(3)
+        stage = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm2d(6), nn.Dropout(0.3)).double()
+        masks: list[Tensor] = []
+        stage[2].register_forward_hook(lambda module, args, y: masks.append(y.detach() != 0))
+        x = leaf(images("noise") + 9)
+        y = pc.microbatch(stage, x, 3)
+        between = torch.rand(3)
+        y.sum().backward()
+        assert all(map(torch.equal, masks[:3], masks[3:6])) and all(map(torch.equal, masks[:3], masks[6:]))
+        assert not torch.equal(masks[1], masks[2]), "each chunk has its own"
+        return [y, x.grad, between, torch.rand(3)]
+
+    first = run()
+    assert all(map(torch.equal, first, run()))
+    assert 0.25 < (first[0] == 0).double().mean() < 0.35
+    assert not torch.equal(first[2], first[3])
+
+
+def test_random_numbers_of_others_are_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    x = leaf(images("noise").float())
+    y = pc.microbatch(made_without_seed("block"), x, 3)
+    y.sum().backward()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def made_without_seed(kind: str) -> nn.Module:
+    with torch.random.fork_rng():
+        return made(kind)
+
+
+def test_no_grad_and_inference():
+    for context in (torch.no_grad, torch.inference_mode):
+        a, b = made("block").double(), made("block").double()
+        with context():
+            torch.testing.assert_close(pc.microbatch(b, images("images"), 3), a(images("images")))
+        torch.testing.assert_close(list(b.buffers()), list(a.buffers()))
+
+
+@pytest.mark.parametrize("outer", ["ours", "torch"])
+def test_inside_of_a_checkpoint(outer):
+    results = []
+    for run in (whole, in_chunks(3)):
+        stage = made("block", "functional").double()
+        x = leaf(images("images"))
+        if run is whole:
+            y = stage(x)
+        elif outer == "ours":
+            y = pc.checkpoint(lambda x, stage=stage: pc.microbatch(stage, x, 3) * 2, x) / 2
+        else:
+            y = torch.utils.checkpoint.checkpoint(lambda x, s=stage: pc.microbatch(s, x, 3), x, use_reentrant=False)
+        y.square().sum().backward()
+        # Torch's checkpoint moves statistics twice, as it does with stock's norms.
+        statistics = list(stage.buffers()) if outer == "ours" else []
+        results.append([y, x.grad, *(p.grad for p in stage.parameters()), *statistics])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_checkpoints_and_stages_inside():
+    expected = outcome(nn.Sequential(made("block"), nn.BatchNorm2d(8)).double(), leaf(images("images")), whole)
+    stage = nn.Sequential(made("block"), nn.BatchNorm2d(8)).double()
+    pc.checkpoint_modules(stage, lambda name, module: name in ("0", "0.bn1"))
+    pc.microbatch_modules(stage, {"0": 2})
+    torch.testing.assert_close(outcome(stage, leaf(images("images")), in_chunks(3)), expected)
+
+
+def test_functional_call_and_parameter_hooks():
+    stage, x = made("block").double(), images("images")
+    weights = {name: (p.detach() * 2).requires_grad_() for name, p in stage.named_parameters()}
+    counted: list[int] = []
+    stage.conv1.weight.register_hook(lambda g: counted.append(1))
+    expected = torch.autograd.grad(torch.func.functional_call(stage, weights, (x,)).sum(), list(weights.values()))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, x: Tensor) -> Tensor:
+            return pc.microbatch(self.stage, x, 3)
+
+    named = {f"stage.{name}": p for name, p in weights.items()}
+    y = torch.func.functional_call(Whole(), named, (x,))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), list(weights.values())), expected)
+    pc.microbatch(stage, x, 3).sum().backward()
+    assert counted == [1]
+
+
+def test_autocast_does_not_keep_weights_without_gradients():
+    stage = made("stem")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = pc.microbatch(stage, images("noise").float(), 2)
+        other = stage[0](images("noise").float())
+    (y.float().sum() + other.float().sum()).backward()
+    assert other.requires_grad and stage[0].weight.grad is not None
+
+
+def test_transforms_run_the_module():
+    stage, x = made("stem").double().eval(), images("noise")
+    expected = torch.func.grad(lambda x: stage(x).square().sum())(x)
+    torch.testing.assert_close(torch.func.grad(lambda x: pc.microbatch(stage, x, 2).square().sum())(x), expected)
+
+
+class Many(nn.Module):
+    def __init__(self, fn: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fn, self.norm = fn, nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "fn,kind,text",
+    [
+        (
+            lambda y: (y, y),
+            TypeError,
+            "expected module to return a tensor whose .* is the batch, got tuple",
+        ),
+        (lambda y: y.sum(), TypeError, r"the batch, got Tensor of shape \(\) for 3 samples"),
+        (lambda y: y.flatten(0, 1), TypeError, r"the batch, got Tensor of shape \(18, 17, 17\) for 3 samples"),
+        (
+            lambda y: F.batch_norm(y, None, None, training=True),
+            TypeError,
+            "a call of batch_norm with training=True",
+        ),
+        (
+            lambda y: pc.lean_functional.batch_norm(y, None, None, training=True),
+            TypeError,
+            "got a call of .*batch_norm",
+        ),
+        (lambda y: 1 / 0, ZeroDivisionError, "division"),
+    ],
+)
+def test_what_is_not_served_changes_nothing(fn, kind, text):
+    stage, x = Many(fn), images("noise").float()
+    before, state = copy.deepcopy(stage.state_dict()), torch.get_rng_state()
+    with pytest.raises(kind, match=text):
+        pc.microbatch(stage, x, 3)
+    torch.testing.assert_close(stage.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state) and "forward" not in vars(stage.norm)
+    assert not sys.modules["patchconv_native.microbatch"]._active.stage
+
+
+def test_arguments():
+    stage, x = made("stem"), images("noise").float()
+    for chunks, kind, text in (
+        (0, ValueError, "expected chunks to be at least 1, got 0"),
+        (8, ValueError, r"expected chunks to be at most 7 \(the batch of x\), got 8"),
+        (2.0, TypeError, "expected chunks to be an int, got float"),
+        (True, TypeError, "expected chunks to be an int, got bool"),
+    ):
+        with pytest.raises(kind, match=f"^microbatch: {text}$"):
+            pc.microbatch(stage, x, chunks)
+    for given in (3, torch.tensor(1.0)):
+        with pytest.raises(TypeError, match=r"^microbatch: expected x to be a plain tensor with a batch dimension"):
+            pc.microbatch(stage, given, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^microbatch: expected module to be a torch.nn.Module, got function$"):
+        pc.microbatch(whole, x, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^microbatch: module, at '1': SyncBatchNorm is not served in training$"):
+        pc.microbatch(nn.Sequential(nn.Identity(), nn.SyncBatchNorm(6)), x, 2)
+    tracked = nn.Sequential(nn.InstanceNorm2d(6, track_running_stats=True))
+    with pytest.raises(TypeError, match="at '0': InstanceNorm2d with track_running_stats=True is not served"):
+        pc.microbatch(tracked, x, 2)
+    tracked.eval()
+    torch.testing.assert_close(pc.microbatch(tracked, x, 2), tracked(x))
+    with pytest.raises(ValueError, match=r"expected more than 1 value per channel when .*, got 1 at a BatchNorm1d"):
+        pc.microbatch(nn.BatchNorm1d(3), torch.randn(1, 3), 1)
+    pc.microbatch(nn.BatchNorm1d(3), torch.randn(2, 3), 2)
+    kept = x.clone()
+    with pytest.raises(RuntimeError, match="expected module not to write to its input x in place"):
+        pc.microbatch(nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm2d(6)), x, 2)
+    assert torch.equal(x, kept)
+
+
+def test_chunks_that_differ():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls = nn.BatchNorm2d(6), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.norm(x) if self.calls == 1 else x
+
+    with pytest.raises(RuntimeError, match="call the same batch norms for every chunk"):
+        pc.microbatch(Odd(), images("noise").float(), 2)
+
+
+def test_second_derivatives_and_edits_are_refused():
+    x = leaf(images("noise"))
+    y = pc.microbatch(made("block").double(), x, 2)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    middle = x * 1
+    y = pc.microbatch(made("block").double(), middle, 2)
+    middle.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class Staged(nn.Module):
+    """A wide stage between narrow ends."""
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.stage = nn.Sequential(
+            nn.Conv2d(4, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Conv2d(32, 4, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pc.microbatch(self.stage, x, self.chunks) if self.chunks else self.stage(x)
+
+
+@pytest.mark.parametrize("amp", [None, torch.bfloat16])
+@pytest.mark.parametrize("converted", [False, True])
+def test_memory(converted, amp):
+    """What is traced is what the docstring says, and what is predicted is what is traced."""
+    x = torch.randn(16, 4, 64, 64)
+    peaks = {}
+    for chunks in (0, 1, 4, 16):
+        model = Staged(chunks)
+        if converted:
+            pc.convert(model, functional=True)
+        pc.memory.trace(model, x, amp=amp)
+        report = pc.memory.trace(model, x, amp=amp)
+        predicted = pc.memory.trace(model, x, amp=amp, fake=True)
+        assert predicted.peak == pytest.approx(report.peak, rel=0.05)
+        peaks[chunks] = report.transient
+        if chunks:
+            assert report.saved <= x.nbytes + 8192, "the input"
+    width = 2 if amp else 4
+    wide = 16 * 32 * 64 * 64 * width
+    assert peaks[0] > (1.9 if converted else 2.4) * wide
+    # One chunk is at most five of the stage's wide tensors (with a float32 copy of its input under autocast).
+    for chunks in (4, 16):
+        assert peaks[chunks] <= 5 * wide / chunks + 3 * x.nbytes, (peaks, wide)
+    assert peaks[16] < peaks[4] < peaks[0]
+
+
+def test_modules():
+    x = images("images")
+    expected = outcome(nn.Sequential(made("block"), nn.BatchNorm2d(8)).double(), leaf(x), whole)
+    model: Any = nn.Sequential(made("block"), nn.BatchNorm2d(8)).double()
+    keys = list(model.state_dict())
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda module, args, y: seen.append(len(y)))
+    assert pc.microbatch_modules(model, Block, 3) is model and isinstance(model[0], Block)
+    torch.testing.assert_close(outcome(model, leaf(x), whole), expected)
+    assert (
+        seen == [7]
+        and list(model.state_dict()) == keys
+        and repr(model) == repr(nn.Sequential(Block(), nn.BatchNorm2d(8)))
+    )
+    pc.microbatch_modules(model, {"1": 2, "0": 4})
+    assert [m._chunks for m in model] == [4, 2]
+    pc.microbatch_modules(model, "1", 3)
+    assert type(model[0]) is Block and model[1]._chunks == 3
+    with pytest.raises(ValueError, match=r"^BatchNorm2d: expected chunks to be at most 2 \(the batch of x\), got 3$"):
+        model(x[:2])
+    pc.microbatch_modules(model, ())
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "checkpoint": lambda m: pc.checkpoint_modules(m, Block),
+    "convert": lambda m: pc.convert(m, functional=True),
+    "revert": pc.revert,
+    "deepcopy": copy.deepcopy,
+    "4 chunks": lambda m: pc.microbatch_modules(m, Block, 4),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("before", STEPS)
+def test_modules_in_every_order(before, step):
+    import pickle
+
+    x = images("images")
+    expected = outcome(nn.Sequential(made("block")).double(), leaf(x), whole)
+    model: Any = STEPS[before](nn.Sequential(made("block")).double())
+    model = pickle.loads(pickle.dumps(STEPS[step](pc.microbatch_modules(model, Block, 3))))
+    assert model[0]._chunks == (4 if step == "4 chunks" else 3)
+    order = [kind.__name__ for kind in type(model[0]).__mro__]
+    if "checkpoint" in (before, step):
+        assert order.index("_Checkpointed") < order.index("_Microbatched")
+    if "_LeanCode" in order:
+        assert order.index("_Microbatched") < order.index("_LeanCode")
+    torch.testing.assert_close(outcome(model, leaf(x), whole), expected)
+    pc.revert(pc.microbatch_modules(pc.checkpoint_modules(model, ()), ()))
+    assert type(model[0]) is Block
+
+
+def test_modules_errors_change_nothing():
+    model = pc.microbatch_modules(nn.Sequential(Block(), nn.ModuleList()), "0", 2)
+    for which, chunks, kind, text in (
+        ("0", None, TypeError, "expected chunks to be an int, got NoneType"),
+        ("0", 0, ValueError, "expected chunks to be at least 1, got 0"),
+        ({"0": 0}, None, ValueError, "expected chunks to be at least 1, got 0"),
+        ({"0": 2}, 2, TypeError, "expected chunks to be None where which says them, got 2"),
+        ("tail", 2, ValueError, "expected which to name modules of the model, got 'tail'"),
+    ):
+        with pytest.raises(kind, match=f"^microbatch_modules: {text}$"):
+            pc.microbatch_modules(model, which, chunks)
+    with pytest.raises(TypeError, match=r"^microbatch_modules, module '1': ModuleList has no forward$"):
+        pc.microbatch_modules(model, ("0", "1"), 3)
+    assert model[0]._chunks == 2
