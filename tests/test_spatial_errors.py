@@ -36,6 +36,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "joined along rows": ("cat", lambda x: torch.cat([x, x], 2)),
     "grid_sample": ("grid_sample", lambda x: F.grid_sample(x, torch.zeros(2, 3, 3, 2))),
     "unfold": ("unfold", lambda x: F.unfold(x, 3)),
+    "weighted l1_loss": ("l1_loss", lambda x: F.l1_loss(x, torch.zeros(SHAPE), weight=torch.ones(SHAPE))),
     "conv3d": ("conv3d", lambda x: F.conv3d(x, torch.zeros(1, 2, 1, 1, 1))),
     "numpy": ("numpy", lambda x: x.detach().numpy()),
     "item": ("item", lambda x: x.item()),

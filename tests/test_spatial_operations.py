@@ -121,7 +121,7 @@ CORNERS: Cases = {
     "mean of rows, spread again": (apply(lambda x: x - x.mean(3, keepdim=True) * x), SHAPE),
     "maximum of columns, spread again": (apply(lambda x: x * x.amax(2, keepdim=True)), SHAPE),
     "weighted mse": (apply(lambda x: F.mse_loss(x, whole(*SHAPE), weight=whole(*SHAPE).abs())), SHAPE),
-    "weighted l1": (apply(lambda x: F.l1_loss(x, whole(*SHAPE), weight=whole(*SHAPE).abs())), SHAPE),
+    "weighted huber": (apply(lambda x: F.huber_loss(x, whole(*SHAPE), weight=whole(*SHAPE).abs())), SHAPE),
     "dropout2d of all in place": (apply(lambda x: F.dropout2d(x * 1, 1.0, True, True)), SHAPE),
     "dropout after one of all": (apply(lambda x: F.dropout(x, 1.0, True) + F.dropout(x, 0.5, True)), SHAPE),
     "amax of infinity": (apply(lambda x: x.masked_fill(x > x.detach().mean(), torch.inf).amax().clamp(max=9)), SHAPE),

@@ -224,11 +224,12 @@ def _mask_of_one_device(x: SpatialTensor, p: float) -> Tensor:
     the mask of a converted layer).
     """
     last = x.dim() == 4 and layout(x._local) == torch.channels_last
-    dtype = torch.bfloat16 if in_lean() else torch.bool
+    seeded = in_lean()
+    dtype = torch.bfloat16 if seeded else torch.bool
     whole = torch.empty(x.shape, dtype=dtype, device=x._local.device,
                         memory_format=torch.channels_last if last else torch.contiguous_format)  # fmt: skip
     with torch.no_grad():
-        mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if in_lean() else whole.bernoulli_(1 - p)
+        mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if seeded else whole.bernoulli_(1 - p)
     for d, axis in x.axes.items():
         mask = mask.narrow(d, axis.own[0], axis.length)
     return mask.clone()

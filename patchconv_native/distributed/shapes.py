@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,7 +185,13 @@ def _glu(input: Any, dim: int = -1) -> Tensor:
 # Losses, reduced over the whole image.
 
 
-_BY_WEIGHT = {F.mse_loss, F.l1_loss, F.huber_loss}  # their mean divides by the sum of the weights
+def _refuse_lost_weight() -> None:
+    """F.l1_loss (torch 2.14) does not hand on its `weight`; what was given is still in its frame."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("weight") is not None:
+        raise refuse("l1_loss", "with a weight, which torch does not hand on")
 
 
 def _loss(function: Any) -> Callable[..., Any]:
@@ -192,6 +199,8 @@ def _loss(function: Any) -> Callable[..., Any]:
         reduction = kwargs.pop("reduction", "mean")
         if args or kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
             raise refuse(function.__name__, "arguments besides input and target must be named")
+        if function is F.l1_loss and "weight" not in kwargs:
+            _refuse_lost_weight()
         names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
         values, axes = aligned(function.__name__, [input, target, *(kwargs[name] for name in names)])
         kwargs.update(zip(names, values[2:], strict=True))
@@ -200,7 +209,7 @@ def _loss(function: Any) -> Callable[..., Any]:
             return each
         if reduction == "sum":
             return total_of(each)
-        if function in _BY_WEIGHT and kwargs.get("weight") is not None:
+        if function in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None:  # by their sum
             weights = wrap(kwargs["weight"].expand_as(local_of(each)), axes)
             return total_of(each) / total_of(weights)
         return mean_of(each)
