@@ -1,7 +1,7 @@
 """Runs the benchmarks for the CPU, one after another: `python -m bench`, or `--quick` to see that they work.
 
-About 32 minutes on four cores; wants a machine that does nothing else, and 12 GiB. Results go to
-bench/results.
+Wants a machine that does nothing else, and 12 GiB. Results go to bench/results. bench.xray, which trains one network
+in many ways, is run by itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SCRIPTS = (
     "conv_speed",
     "article",
     "memory_trace",
+    "spatial",
 )
 
 

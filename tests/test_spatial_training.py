@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import needs_gloo, run
 from spatial_cases import compare, on
@@ -280,6 +281,39 @@ def data_parallel(rank: int, world: int) -> list[str]:
             results.append({f"state {n.removeprefix('module.')}": v for n, v in used.state_dict().items()})
         found += differences(results[1], results[0], 1e-7)
     return found
+
+
+def synced(rank: int, world: int) -> list[str]:
+    """Two images on two ranks each, statistics of both, against one process with a batch of two."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import patchconv_native.distributed as pd
+
+    def make(norm: type[nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).double()
+
+    images, one = structured(SHAPE), make(nn.BatchNorm2d)
+    one(images).square().sum().backward()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "spatial"))
+    model = pd.spatial(make(nn.SyncBatchNorm), mesh["spatial"])
+    data = mesh.get_group("data")
+    pd.gather(model(images[dist.get_rank(data)][None])).square().sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=data)
+    wrong = []
+    for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
+        a, b = p.grad, q.grad
+        if not torch.allclose(a, b, rtol=1e-9, atol=1e-9 * float(one[0].weight.grad.abs().max())):
+            wrong.append(f"{name}: off by {float((a - b).abs().max())}")
+    for name in ("running_mean", "running_var"):
+        if not torch.allclose(getattr(model[1], name), getattr(one[1], name), rtol=1e-9):
+            wrong.append(name)
+    return wrong
+
+
+def test_sync_batch_norm_takes_the_statistics_of_all_images() -> None:
+    assert run(4, synced, timeout=30) == [[]] * 4
 
 
 def test_data_parallel_besides_and_three_steps() -> None:

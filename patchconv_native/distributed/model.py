@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .moving import gather, plan_axes, scatter
+from .norms import statistics_over
 from .tensor import Axes, SpatialTensor, scattered
 
 # Modules that mix all places by matrix products. They get the whole image, and every rank computes all of it.
@@ -46,6 +48,24 @@ class _Gathered:
         return torch.utils._pytree.tree_map_only(Tensor, part, result)
 
 
+class _Synced:
+    """The forward of a SyncBatchNorm: in training, the statistics of all images of its process group."""
+
+    def __init__(self, module: nn.SyncBatchNorm) -> None:
+        self.module, self.forward = module, module.forward
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        if not module.training or not isinstance(input, SpatialTensor):
+            return self.forward(input)
+        group = module.process_group or dist.group.WORLD
+        inside = set(dist.get_process_group_ranks(group))
+        if any(not inside.issuperset(dist.get_process_group_ranks(axis.group)) for axis in input.axes.values()):
+            raise ValueError("SyncBatchNorm: expected its process_group to hold all ranks of the image")
+        with statistics_over(group):
+            return nn.modules.batchnorm._BatchNorm.forward(module, input)
+
+
 def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, _ATTENTION) or type(module).__name__ in _ATTENTION_NAMES
 
@@ -77,7 +97,8 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which
     alike by every rank and are not summed. state_dict is what it was.
 
     mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension for each letter of dims ("H", "W" or "HW"). For
-    data parallelism besides, give this function the mesh's spatial part and DistributedDataParallel the other group.
+    data parallelism besides, give this function the mesh's spatial part and DistributedDataParallel the other group;
+    nn.SyncBatchNorm then takes the statistics of all images of its process group.
 
     gather: names or classes of modules that get the whole image on every rank, and give back a part, for what has no
     exact rule on parts. Attention (nn.MultiheadAttention, nn.TransformerEncoderLayer, and classes named Attention,
@@ -92,6 +113,10 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which
     for name in names:
         module = model.get_submodule(name)
         vars(module)["forward"] = _Gathered(module.forward)
+
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            vars(module)["forward"] = _Synced(module)
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         def part(value: Any) -> Any:

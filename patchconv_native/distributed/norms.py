@@ -7,7 +7,9 @@ that the input's gradient needs are summed over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,6 +187,21 @@ def _move(running: Tensor | None, to: Tensor, momentum: float) -> None:
         running.mul_(1 - momentum).add_(to.to(running.dtype).view_as(running), alpha=momentum)
 
 
+_wider: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "group over which batch norms take statistics", default=None
+)
+
+
+@contextlib.contextmanager
+def statistics_over(group: Any) -> Iterator[None]:
+    """Batch norms inside take the statistics of all images of a group, which has the image's ranks in it."""
+    token = _wider.set(group)
+    try:
+        yield
+    finally:
+        _wider.reset(token)
+
+
 def _batch_norm(
     x: Any, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, momentum: float, eps: float,
@@ -201,14 +218,20 @@ def _batch_norm(
         y = local if weight is None else local * parameter(weight, x).view(shape)
         return SpatialTensor(y if bias is None else y + parameter(bias, x).view(shape), x.axes)
     dims = (0, *range(2, x.dim()))
-    groups = groups_of(x.axes)
+    wider = _wider.get()
+    groups = groups_of(x.axes) if wider is None else (wider,)
     mean, var, count = found = moments(local, dims, groups)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     _move(running_mean, mean, momentum)
     _move(running_var, var * (count / (count - 1)), momentum)
     shape = [1, -1] + [1] * (x.dim() - 2)
-    return SpatialTensor(_normalize(local, weight, bias, shape, dims, eps, groups, found), x.axes)
+    if wider is None:
+        return SpatialTensor(_normalize(local, weight, bias, shape, dims, eps, groups, found), x.axes)
+    # The parameters' gradients are those of this image, not of the group's.
+    y = _normalize(local, None, None, shape, dims, eps, groups, found)
+    y = y if weight is None else y * parameter(weight, x).view(shape).to(y.dtype)
+    return SpatialTensor(y if bias is None else y + parameter(bias, x).view(shape).to(y.dtype), x.axes)
 
 
 @rule(F.batch_norm)
