@@ -202,7 +202,7 @@ def failing(rank: int, world: int, where: str) -> str:
     class Ends(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            if rank == 1 and where in ("dies forward", "raises forward"):
+            if rank == 1 and where != "dies backward":
                 end()
             return x.view_as(x)
 
@@ -215,6 +215,8 @@ def failing(rank: int, world: int, where: str) -> str:
     def end() -> None:
         if where.startswith("dies"):
             os._exit(1)
+        if where == "hangs":
+            time.sleep(25)
         raise ArithmeticError("the rank's own")
 
     weight = torch.ones(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
@@ -237,3 +239,21 @@ def test_a_rank_that_fails_ends_the_others(where: str) -> None:
         assert "ArithmeticError" in results[1]
     for rank in (0, 2):
         assert results[rank] is not None and "Error" in results[rank], results
+
+
+def hanging(rank: int, world: int) -> float:
+    """Seconds until a rank is told."""
+    began = time.monotonic()
+    try:
+        failing(rank, world, "hangs")
+    except RuntimeError:
+        return time.monotonic() - began
+    except ArithmeticError:
+        return 0.0
+    raise AssertionError("went on")
+
+
+def test_a_rank_that_hangs_ends_the_others_within_the_groups_timeout() -> None:
+    first, own, third = run(3, hanging, timeout=5)
+    assert own == 0
+    assert 0 < first < 20 and 0 < third < 20
