@@ -84,6 +84,22 @@ def _own_attribute(module: nn.Module) -> str | None:
     return next((name for name in _OURS if any(name in place for place in places)), None)
 
 
+def weight_of(module: nn.Module) -> Any:
+    """`module.weight`, or None, for a look at it: a parametrization that moves in training (spectral_norm) does not."""
+    if not parametrize.is_parametrized(module, "weight"):
+        return getattr(module, "weight", None)
+    makers = list(module.parametrizations["weight"].modules())  # type: ignore[index, union-attr]
+    modes = [maker.training for maker in makers]
+    try:
+        for maker in makers:
+            maker.training = False
+        with torch.no_grad():
+            return module.weight
+    finally:
+        for maker, mode in zip(makers, modes, strict=True):
+            maker.training = mode
+
+
 def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
     cls: Any = type(module)
     if isinstance(module, LazyModuleMixin):
@@ -96,7 +112,7 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
         return f"this {cls.__name__} was given a forward of its own"
     if stock in CONVERTED and (name := _own_attribute(module)):
         return f"{cls.__name__} has an attribute named {name} of its own"
-    weight = getattr(module, "weight", None)
+    weight = weight_of(module)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
         return f"dtype {weight.dtype} is not served"
     return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from .convert import _conv_base
+from .convert import _conv_base, weight_of
 from .functional import same_padding
 from .modules import Split, checked_splits
 
@@ -115,7 +115,7 @@ def explain(
     dims = len(module.kernel_size)
     if splits is _OF_THE_MODULE:
         splits = module.splits if isinstance(module, Split) else None
-    weight = module.weight
+    weight = weight_of(module)
     stride: Sequence[int] = ()
     if isinstance(input, Tensor):
         if dtype is not None or device is not None:

@@ -384,6 +384,17 @@ def test_a_tied_subclass_stays_tied_in_copies():
         assert other[0] is other[1] is other[0].owner[0] is not shared
 
 
+def test_a_look_at_a_weight_does_not_move_what_makes_it() -> None:
+    """A spectral norm takes a step with every call in training; convert, its report and explain make none."""
+    conv = torch.nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3))
+    before = {name: value.clone() for name, value in conv.state_dict().items()}
+    model = pc.convert(nn.Sequential(conv))
+    pc.convert_report(model)
+    pc.explain((1, 3, 9, 9), model[0])
+    assert all(torch.equal(value, before[name]) for name, value in conv.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
 @pytest.mark.parametrize("kind", [nn.Conv2d, OnlyNamed, OwnState])
 @pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("converted_first", [True, False])

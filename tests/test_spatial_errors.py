@@ -29,7 +29,6 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "argmax of all": ("argmax", lambda x: x.argmax()),
     "a row": ("select", lambda x: x[:, :, 0]),
     "by a tensor": ("indexing", lambda x: x[:, torch.tensor([0, 1])]),
-    "every second row": ("indexing", lambda x: x[:, :, ::2]),
     "assignment": ("__setitem__", lambda x: x.__setitem__((0, 0), 1.0)),
     "flatten": ("flatten", lambda x: x.flatten(1)),
     "rows merged with columns": ("view", lambda x: x.view(2, 4, 63)),

@@ -117,6 +117,8 @@ OPERATIONS: Cases = {
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(conv()), SHAPE),
     "a crop, then in place": (apply(lambda x: F.relu((x * 1)[:, :, 2:, 2:], inplace=True)), SHAPE),
 }  # fmt: skip
+
+
 CORNERS: Cases = {
     "mean of rows, spread again": (apply(lambda x: x - x.mean(3, keepdim=True) * x), SHAPE),
     "maximum of columns, spread again": (apply(lambda x: x * x.amax(2, keepdim=True)), SHAPE),
@@ -130,6 +132,13 @@ CORNERS: Cases = {
     "nearest to the same size": (lambda: nn.Upsample(scale_factor=1.05, mode="nearest"), SHAPE),
     "narrow from the end": (apply(lambda x: x.narrow(1, -2, 2) + x.narrow(1, 0, 2)), SHAPE),
     "maximum of integers": (apply(lambda x: x * (1 + x.long().amax().is_floating_point())), SHAPE),
+    "variance of all": (apply(lambda x: x * x.var() + x.std(1, keepdim=True)), SHAPE),
+    "variance of rows and columns": (apply(lambda x: x / (1 + x.var((2, 3), keepdim=True, unbiased=False))), SHAPE),
+    "norms": (apply(lambda x: x * x.norm() + torch.linalg.vector_norm(x, dim=(2,), keepdim=True)), SHAPE),
+    "any and all": (apply(lambda x: x * (1 + (x > 0).any().double() + (x > -9).all(3, keepdim=True).double())), SHAPE),
+    "every second row": (apply(lambda x: x[:, :, 1::2, ::3] + x[:, :, :-1:2, ::3]), SHAPE),
+    "expand": (apply(lambda x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1) + x.expand_as(x)), SHAPE),
+    "roll of channels": (apply(lambda x: x.roll(1, 1)), SHAPE),
     "mean by axis": (apply(lambda x: x.mean(axis=1)), SHAPE),
     "chunk by keyword": (apply(lambda x: x.chunk(chunks=2, dim=1)[0]), SHAPE),
     "the type's name": (apply(lambda x: x if x.type() == "torch.DoubleTensor" else x * 2), SHAPE),

@@ -9,6 +9,8 @@ everywhere) to each part once. All of it can be differentiated again.
 from __future__ import annotations
 
 import time
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -244,6 +246,18 @@ def all_parts(values: Tensor, groups: tuple[Any, ...]) -> Tensor:
             traffic.reduced += values.nbytes
         values = torch.cat(found)
     return values
+
+
+def same_everywhere(values: Tensor, axes: Iterable[Axis]) -> bool:
+    """Whether all ranks of the axes' groups have the same bytes. All of them get the same answer."""
+    number, differ = zlib.crc32(bytes(values.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())), 0
+    for axis in [*axes, *axes]:  # twice: what one row of a mesh found, the others are told then
+        device = "cuda" if dist.get_backend(axis.group) == "nccl" else "cpu"
+        found = torch.tensor([number, -number, differ], dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
+        most, least, differ = found.tolist()
+        differ = max(differ, int(most != -least))
+    return not differ
 
 
 class _Shared(Function):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
+from .cuts import Axis
+from .exchange import same_everywhere
 from .moving import gather, plan_axes, scatter
 from .norms import statistics_over
 from .tensor import Axes, SpatialTensor, scattered
@@ -35,7 +39,7 @@ class _Gathered:
                 return gather(value)
             return value
 
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, whole, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, whole, (args, kwargs))
         result = self.forward(*args, **kwargs)
         if not found:
             return result
@@ -45,7 +49,7 @@ class _Gathered:
             fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
             return scattered(value, axes) if fits else value
 
-        return torch.utils._pytree.tree_map_only(Tensor, part, result)
+        return tree_map_only(Tensor, part, result)
 
 
 class _Synced:
@@ -64,6 +68,11 @@ class _Synced:
             raise ValueError("SyncBatchNorm: expected its process_group to hold all ranks of the image")
         with statistics_over(group):
             return nn.modules.batchnorm._BatchNorm.forward(module, input)
+
+
+def _random_state(axes: list[Axis]) -> Tensor:
+    nccl = any(dist.get_backend(axis.group) == "nccl" for axis in axes)
+    return torch.cuda.get_rng_state() if nccl else torch.get_rng_state()
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -86,15 +95,18 @@ def _chosen(model: nn.Module, gathered: Iterable[Which]) -> list[str]:
     return [name for name in unique if not any(name.startswith(outer + ".") for outer in unique)]
 
 
-def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which] = ()) -> nn.Module:
+def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterable[Which] = ()) -> nn.Module:
     """Prepares a model, in place, for images of which each rank of `mesh` holds a part; returns it.
 
     Afterwards the model takes `SpatialTensor`s (`scatter` makes them), or a whole image, the same on every rank, of
-    which it takes this rank's part. Inside, layers exchange the rows (columns) that their geometry asks for, norms use
-    the statistics of the whole image, and what is pooled over the whole image is a plain tensor, the same on every
-    rank. Parameters and buffers stay whole on every rank and must be equal on all of them; after `backward()` each
-    `p.grad` is the gradient of the whole image, the same on every rank. Parameters used after a global pool are used
-    alike by every rank and are not summed. state_dict is what it was.
+    which it takes this rank's part (of all tensors (N, C, H, W) of the first one's height and width that it is given).
+    Inside, layers exchange the rows (columns) that their geometry asks for, norms use the statistics of the whole
+    image, and what is pooled over the whole image is a plain tensor, the same on every rank.
+
+    Parameters and buffers stay whole on every rank; they are made the first rank's here. Random numbers (dropout,
+    stochastic depth) need the same random state on every rank: where it differs in training a warning is given, once.
+    After `backward()` each `p.grad` is the gradient of the whole image, the same on every rank. Parameters used after a
+    global pool are used alike by every rank and are not summed. state_dict is what it was.
 
     mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension for each letter of dims ("H", "W" or "HW"). For
     data parallelism besides, give this function the mesh's spatial part and DistributedDataParallel the other group;
@@ -106,10 +118,14 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which
 
     Raises ValueError for an unknown name, a mesh that does not fit dims, and a model that was prepared before.
     """
-    plan_axes("spatial", mesh, dims, (2**40, 2**40), 2)
     if getattr(model, "_patchconv_spatial", None) is not None:
         raise ValueError("spatial: this model was prepared before")
-    names = _chosen(model, gather)
+    names = _chosen(model, [gather] if isinstance(gather, (str, type)) else gather)
+    axes = list(plan_axes("spatial", mesh, dims, (2**40, 2**40), 2).values())
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not hasattr(tensor, "placements"):  # a DTensor's are somebody else's
+            for axis in axes:
+                dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
     for name in names:
         module = model.get_submodule(name)
         vars(module)["forward"] = _Gathered(module.forward)
@@ -118,13 +134,27 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Iterable[Which
         if isinstance(module, nn.SyncBatchNorm):
             vars(module)["forward"] = _Synced(module)
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        def part(value: Any) -> Any:
-            if not isinstance(value, Tensor) or isinstance(value, SpatialTensor) or value.dim() != 4:
-                return value
-            return scatter(value, mesh, dims)
+    looked = False
 
-        return tuple(part(value) for value in args), {name: part(value) for name, value in kwargs.items()}
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        nonlocal looked
+        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        image = next((t for t in given if not isinstance(t, SpatialTensor) and t.dim() == 4), None)
+        if module.training and not looked:
+            looked = True
+            if not same_everywhere(_random_state(axes), axes):
+                warnings.warn(
+                    "spatial: random states differ between ranks; dropout and its like need the same one on every "
+                    "rank, as after torch.manual_seed(0) on all of them", stacklevel=3,
+                )  # fmt: skip
+        if image is None or any(isinstance(t, SpatialTensor) for t in given):
+            return args, kwargs
+
+        def part(value: Tensor) -> Tensor:
+            fits = value.dim() == 4 and value.shape[2:] == image.shape[2:]
+            return scatter(value, mesh, dims) if fits else value
+
+        return tree_map_only(Tensor, part, (args, kwargs))
 
     vars(model)["_patchconv_spatial"] = tuple(names)
     model.register_forward_pre_hook(take, with_kwargs=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .cuts import Axis, Range, even, inside
-from .exchange import fetch, gather_part
+from .exchange import fetch, gather_part, same_everywhere
 from .tensor import SpatialTensor, scattered
 
 
@@ -18,6 +18,8 @@ def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_d
     """The axes of an image whose height and width (`sizes`) are dimensions first_dim and first_dim + 1."""
     if dims not in ("H", "W", "HW"):
         raise ValueError(f"{operator}: expected dims to be 'H', 'W' or 'HW', got {dims!r}")
+    if not hasattr(mesh, "ndim") or not hasattr(mesh, "get_group"):
+        raise TypeError(f"{operator}: expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != len(dims):
         raise ValueError(
             f"{operator}: expected a mesh of {len(dims)} dimension{'s' if len(dims) > 1 else ''} for dims={dims!r}, "
@@ -32,20 +34,36 @@ def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_d
     return axes
 
 
-def scatter(image: Tensor, mesh: Any, dims: str = "H") -> SpatialTensor:
+def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> SpatialTensor:
     """This rank's part of an image that is the same on every rank: (N, C, H, W) or (C, H, W), cut evenly.
 
-    dims: "H", "W" or "HW", cut between the ranks of a DeviceMesh of one or two dimensions. Nothing is sent; the part is
-    a copy, so that the whole can be freed. Differentiable: every rank gets the whole image's gradient. ValueError, on
-    every rank, for fewer rows or columns than ranks, and where mesh and dims do not fit.
+    dims: "H", "W" or "HW", cut between the ranks of a DeviceMesh of one or two dimensions. The part is a copy, so that
+    the whole can be freed. Nothing is sent but, with check, a checksum of the shape and of some of the values, which on
+    a GPU waits for them. Differentiable: every rank gets the whole image's gradient. ValueError, on every rank, for
+    fewer rows or columns than ranks, for images that are not the same on all of them, and where mesh and dims do not
+    fit.
     """
+    if not isinstance(image, Tensor):
+        raise TypeError(f"scatter: expected image to be a Tensor, got {type(image).__name__}")
     if isinstance(image, SpatialTensor):
         raise TypeError("scatter: expected image to be a whole tensor, got a SpatialTensor")
     if image.dim() not in (3, 4):
         raise ValueError(
             f"scatter: expected image to have dimensions (N, C, H, W) or (C, H, W), got {tuple(image.shape)}"
         )
+    if check and not same_everywhere(_sample(image), plan_axes("scatter", mesh, dims, (2**40, 2**40), 0).values()):
+        raise ValueError(
+            f"scatter: expected the same image on every rank, got {tuple(image.shape)} here and other sizes or values "
+            "on another rank"
+        )
     return scattered(image, plan_axes("scatter", mesh, dims, image.shape[-2:], image.dim() - 2))
+
+
+def _sample(image: Tensor) -> Tensor:
+    """Its shape, and values at up to 32 x 32 places."""
+    rows, columns = (max(1, n // 16) for n in image.shape[-2:])
+    values = image.detach()[..., ::rows, ::columns].double().cpu()
+    return torch.cat([torch.tensor(image.shape, dtype=torch.float64), values.flatten()])
 
 
 def gather(x: Tensor) -> Tensor:

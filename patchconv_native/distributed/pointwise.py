@@ -88,6 +88,11 @@ rules(_on_local, (Tensor.type,))
 rules(_on_local, (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
 
 
+@rule(Tensor.__format__)
+def _format(x: SpatialTensor, spec: str) -> str:
+    return format(repr(x), spec)
+
+
 @rule(Tensor.__hash__)
 def _hash(x: SpatialTensor) -> int:
     return id(x)

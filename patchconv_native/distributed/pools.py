@@ -127,7 +127,7 @@ def _ones(x: Any, output_size: Any) -> bool:
 def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
     check_image("adaptive_avg_pool2d", input)
     if output_size is not None and _ones(input, output_size):
-        from .shapes import mean_of
+        from .reductions import mean_of
 
         y = mean_of(input, dim=tuple(input.axes), keepdim=True)
         entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
@@ -142,7 +142,7 @@ def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = Fal
     if return_indices:
         raise refuse("adaptive_max_pool2d", "return_indices=True")
     if output_size is not None and _ones(input, output_size):
-        from .shapes import first_maximum
+        from .reductions import first_maximum
 
         y = first_maximum(input)
         entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)

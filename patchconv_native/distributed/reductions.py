@@ -1,0 +1,286 @@
+"""Rules for reductions and losses. What is reduced over a cut dimension is the same on every rank of its group then."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from .exchange import all_parts, all_sum, summed
+from .moving import recut
+from .tensor import Axes, SpatialTensor, aligned, groups_of, local_of, parameter, refuse, rule, rules, wrap
+
+
+def dims_of(x: Tensor, dim: Any) -> list[int]:
+    if dim is None or dim == () or dim == []:
+        return list(range(x.dim()))
+    return sorted({d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)})
+
+
+def left_of(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
+    return {d if keepdim else d - sum(r < d for r in dims): axis for d, axis in x.axes.items() if d not in dims}
+
+
+def _groups(x: SpatialTensor, dims: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(axis.group for d, axis in x.axes.items() if d in dims)
+
+
+@rule(torch.sum, Tensor.sum)
+def total_of(
+    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(x, dim if axis is None else axis)
+    groups = _groups(x, dims)
+    if not groups:
+        return wrap(x._local.sum(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
+    half = x.dtype in (torch.half, torch.bfloat16) and dtype is None
+    local = x._local.sum(dims, keepdim, dtype=torch.float32 if half else dtype)
+    total = summed(local, groups)
+    return wrap(total.to(x.dtype) if half else total, left_of(x, dims, keepdim))
+
+
+@rule(torch.mean, Tensor.mean)
+def mean_of(
+    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(x, dim if axis is None else axis)
+    groups = _groups(x, dims)
+    if not groups or not (dtype or x.dtype).is_floating_point:  # or torch's error
+        return wrap(x._local.mean(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
+    count = math.prod(x.size(d) for d in dims)
+    precise = torch.float32 if (dtype or x.dtype) in (torch.half, torch.bfloat16) else dtype
+    local = x._local.sum(dims, keepdim, dtype=precise) / count
+    return wrap(summed(local, groups).to(dtype or x.dtype), left_of(x, dims, keepdim))
+
+
+def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor:
+    """The gradient goes evenly to all places that have the value, as torch's amax has it."""
+    dims = dims_of(x, dim)
+    groups = _groups(x, dims)
+    reduce = torch.amax if largest else torch.amin
+    if not groups:
+        return wrap(reduce(x._local, dims, keepdim), left_of(x, dims, keepdim))
+    with torch.no_grad():
+        most = reduce(all_parts(reduce(x._local, dims, True), groups), 0)
+    found = _Extreme.apply(x._local, most, dims, groups) if x._local.requires_grad else most
+    return wrap(found if keepdim else found.squeeze(dims), left_of(x, dims, keepdim))
+
+
+class _Extreme(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], groups: tuple[Any, ...]) -> Tensor:
+        there = (x == most) | (x.isnan() & most.isnan())
+        number = all_sum(there.sum(dims, keepdim=True), groups)
+        ctx.save_for_backward(there, number)
+        return most.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        there, number = ctx.saved_tensors
+        return there * (grads[0] / number), None, None, None
+
+
+@rule(torch.amax, Tensor.amax)
+def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _extreme(x, dim, keepdim, True)
+
+
+@rule(torch.amin, Tensor.amin)
+def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return _extreme(x, dim, keepdim, False)
+
+
+@rule(torch.max, Tensor.max)
+def _max(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return _named_extreme(torch.max, torch.maximum, True, x, *args, **kwargs)
+
+
+@rule(torch.min, Tensor.min)
+def _min(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return _named_extreme(torch.min, torch.minimum, False, x, *args, **kwargs)
+
+
+def _named_extreme(whole: Any, pairs: Any, largest: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs:
+        return _extreme(x, None, False, largest)
+    if args and isinstance(args[0], Tensor):
+        return pairs(x, args[0])
+    return _with_indices(whole)(x, *args, **kwargs)
+
+
+def _with_indices(function: Any) -> Callable[..., Any]:
+    """Over a dimension that is not cut; values alone, or values and indices."""
+
+    def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[0] if args and not isinstance(args[0], bool) else None)
+        keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+        if not isinstance(x, SpatialTensor) or not isinstance(dim, int) or dim % x.dim() in x.axes:
+            raise refuse(function.__name__, "the dimension that it goes over is cut")
+        axes = left_of(x, [dim % x.dim()], keepdim)
+        found = function(x._local, *args, **kwargs)
+        if isinstance(found, Tensor):
+            return wrap(found, axes)
+        return type(found)([wrap(part, axes) for part in found])
+
+    return serve
+
+
+rules(_with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, torch.logsumexp, Tensor.logsumexp,
+                  torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
+
+
+@rule(torch.any, Tensor.any)
+def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
+    dims = dims_of(x, dim)
+    groups = _groups(x, dims)
+    found = (x._local != 0).sum(dims, keepdim)
+    return wrap((all_sum(found, groups) if groups else found) > 0, left_of(x, dims, keepdim))
+
+
+@rule(torch.all, Tensor.all)
+def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
+    found: Any = _any(wrap(x._local == 0, x.axes), dim, keepdim)
+    return ~found
+
+
+@rule(torch.var, Tensor.var)
+def variance_of(
+    x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> Tensor:
+    """Of deviations from the mean of all parts."""
+    if isinstance(dim, bool):  # var(unbiased)
+        dim, unbiased = None, dim
+    dims = dims_of(x, dim)
+    count = math.prod(x.size(d) for d in dims)
+    away: Any = x - mean_of(x, dims, keepdim=True)
+    less = (1 if unbiased else 0) if correction is None else correction
+    return total_of(away * away, dims, keepdim) / (count - less)
+
+
+@rule(torch.std, Tensor.std)
+def _std(x: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return variance_of(x, *args, **kwargs).sqrt()
+
+
+@rule(torch.norm, Tensor.norm, torch.linalg.vector_norm)
+def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    p = kwargs.pop("ord", p)
+    if p not in (2, 2.0, "fro", None) or kwargs.get("dtype") is not None:
+        raise refuse("norm", "of another order than 2")
+    return total_of(x * x, dim, keepdim).sqrt()
+
+
+def first_maximum(x: SpatialTensor) -> Tensor:
+    """Over all cut dimensions, kept at 1; the gradient goes to the first place in the image that has it, as a max
+    pool's does, and NaN counts as the largest.
+    """
+    sizes = [1 if x.dim() - 2 + i in x.axes else x.size(x.dim() - 2 + i) for i in range(2)]
+    value, place = F.adaptive_max_pool2d(x._local, sizes, return_indices=True)
+    with torch.no_grad():
+        width = x._local.size(-1)
+        row, column = place // width + x.offset[-2], place % width + x.offset[-1]
+        order = -(row * x.size(-1) + column).double()
+        key = torch.where(value.isnan(), torch.full_like(value, math.inf), value).double()
+        keys, orders = all_parts(torch.stack([key, order]), groups_of(x.axes)).unbind(1)
+        nans = all_parts(value.isnan().double(), groups_of(x.axes))
+        nan_anywhere = nans.amax(0) > 0
+        candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
+        best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
+        mine = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
+    return summed(torch.where(mine, value, torch.zeros_like(value)), groups_of(x.axes))
+
+
+def _over_uncut(function: Any) -> Callable[..., Any]:
+    def serve(x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, SpatialTensor) or dim is None or dim % x.dim() in x.axes:
+            raise refuse(function.__name__, "the dimension that it goes over is cut")
+        return wrap(function(x._local, dim, *args, **kwargs), x.axes)
+
+    return serve
+
+
+rules(_over_uncut, (F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.log_softmax, Tensor.softmax,
+                  Tensor.log_softmax, torch.cumsum, Tensor.cumsum))  # fmt: skip
+
+
+@rule(F.glu)
+def _glu(input: Any, dim: int = -1) -> Tensor:
+    if dim % input.dim() in input.axes:
+        raise refuse("glu", "the dimension that it halves is cut")
+    return wrap(F.glu(input._local, dim), input.axes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses, reduced over the whole image.
+
+
+def _refuse_lost_weight() -> None:
+    """F.l1_loss (torch 2.14) does not hand on its `weight`; what was given is still in its frame."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    if frame is not None and frame.f_locals.get("weight") is not None:
+        raise refuse("l1_loss", "with a weight, which torch does not hand on")
+
+
+def _loss(function: Any) -> Callable[..., Any]:
+    def serve(input: Any, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+        reduction = kwargs.pop("reduction", "mean")
+        if args or kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
+            raise refuse(function.__name__, "arguments besides input and target must be named")
+        if function is F.l1_loss and "weight" not in kwargs:
+            _refuse_lost_weight()
+        names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+        values, axes = aligned(function.__name__, [input, target, *(kwargs[name] for name in names)])
+        kwargs.update(zip(names, values[2:], strict=True))
+        each = wrap(function(values[0], values[1], reduction="none", **kwargs), axes)
+        if reduction == "none":
+            return each
+        if reduction == "sum":
+            return total_of(each)
+        if function in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None:  # by their sum
+            weights = wrap(kwargs["weight"].expand_as(local_of(each)), axes)
+            return total_of(each) / total_of(weights)
+        return mean_of(each)
+
+    return serve
+
+
+rules(_loss, (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+                  F.binary_cross_entropy_with_logits))  # fmt: skip
+
+
+@rule(F.cross_entropy)
+def cross_entropy(
+    input: Any, target: Any, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    if not isinstance(input, SpatialTensor) or 1 in input.axes or size_average is not None or reduce is not None:
+        raise refuse("cross_entropy", "it takes logits (N, C, H, W) as a SpatialTensor")
+    by_class = not target.is_floating_point()
+    axes = {d - 1: axis for d, axis in input.axes.items()} if by_class else dict(input.axes)
+    if isinstance(target, SpatialTensor):
+        target = recut(target, {d: axis.cuts for d, axis in axes.items()})._local
+    else:
+        for d, axis in axes.items():
+            target = target.narrow(d, axis.own[0], axis.length)
+    scale = parameter(weight, input)
+    given: dict[str, Any] = {"weight": scale, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if reduction == "none":
+        each = F.cross_entropy(input._local, target, reduction="none", **given)
+        return SpatialTensor(each, {d - 1: axis for d, axis in input.axes.items()})
+    groups = groups_of(input.axes)
+    total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), groups)
+    if reduction == "sum":
+        return total
+    if not by_class:
+        return total / (input.numel() // input.size(1))
+    counted = target != ignore_index
+    number = (counted if weight is None else weight[target.masked_fill(~counted, 0)] * counted).sum()
+    return total / summed(number.to(total.dtype), groups)
