@@ -18,7 +18,7 @@ import torch.distributed as dist
 needs_gloo = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo"
 )
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 
 class Failed(RuntimeError):

@@ -45,7 +45,7 @@ def inputs(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_images_wherever_they_are_given() -> None:
-    for found in run(2, inputs, timeout=20):
+    for found in run(2, inputs, timeout=120):
         assert found == {"seen": ["SpatialTensor", "SpatialTensor", "Tensor"], "whole": True, "part": True}
 
 
@@ -78,7 +78,7 @@ def apart(rank: int, world: int) -> dict[str, Any]:
 
 def test_what_ranks_have_that_is_not_the_same() -> None:
     """The first rank's parameters and buffers are everybody's; other random states are told, other images refused."""
-    results = run(4, apart, timeout=30)
+    results = run(4, apart, timeout=120)
     for found in results:
         assert torch.equal(found["weight"], results[0]["weight"]) and not found["mean"].any()
         assert found["warned"] == ["spatial: random states differ between ra"]
@@ -125,7 +125,7 @@ def gathered(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_modules_that_run_gathered() -> None:
-    for found in run(2, gathered, timeout=30):
+    for found in run(2, gathered, timeout=120):
         assert "spatial(gather=...)" in found.pop("error")
         for right, text in found.values():
             assert right and text == "Run gathered, whole on every rank: 1"

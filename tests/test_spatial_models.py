@@ -110,6 +110,6 @@ QUICK = ("unet", "densenet", "mobilenet_v3_small")
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS],
 )
 def test_model_equals_one_process(name: str) -> None:
-    results = run(2, both, [name], timeout=60)
+    results = run(2, both, [name], timeout=120)
     wrong = [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found[name]]
     assert not wrong, wrong
