@@ -102,7 +102,7 @@ def figure(data: dict[str, Any]) -> Any:
     peaks.set_yticks([i + 0.2 for i in range(len(rows))], [_name(row) for row in rows], fontsize=7)
     peaks.invert_yaxis()
     peaks.set_xlabel(f"peak of a rank, x ranks / one process's (dashed: {data['target']})", fontsize=8)
-    peaks.legend(fontsize=7, frameon=False)
+    peaks.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
     for rank, one in enumerate(data["timeline"]):
         for n, event in enumerate(one["events"]):
             y = rank + 0.8 * n / max(1, len(one["events"]))
