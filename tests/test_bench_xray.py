@@ -108,7 +108,7 @@ def test_a_failed_rank_is_an_error_not_a_hang(target: str, timeout: float, what:
 def test_a_failure_ends_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(jobs: Any, ranks: int, timeout: float) -> Any:
+    def fail(jobs: Any, ranks: int, timeout: float, target: str) -> Any:
         raise RuntimeError("rank 1 ended with -9")
 
     monkeypatch.setattr(xray, "launch", fail)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from .sizes import storage, tensors
 from .workspace import workspace
@@ -41,8 +40,10 @@ class Storages(TorchDispatchMode):
     """Tells a census of every storage that an operator makes, of its end, and of workspaces in between."""
 
     def __init__(self, census: Any, device: torch.device) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports triton: not with this package
+
         super().__init__()
-        self._census, self._device = census, device
+        self._census, self._device, self._flops = census, device, flop_registry
         self._known: set[int] = set()
         self._blocks = itertools.count(1)
         self.work = {"flops": 0, "bytes": 0}
@@ -80,7 +81,7 @@ class Storages(TorchDispatchMode):
     def _add_work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if func.is_view:
             return
-        flops = flop_registry.get(func._overloadpacket)
+        flops = self._flops.get(func._overloadpacket)
         if flops is not None:
             self.work["flops"] += flops(*args, **kwargs, out_val=result)
         self.work["bytes"] += sum(t.nbytes for t in (*tensors(args), *tensors(result)) if t.layout == torch.strided)
