@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -170,6 +171,24 @@ def peak_of(call: Callable[[], Any], device: str = "cpu") -> Peak:
     before = _status("VmRSS")
     result = call()
     return Peak(_status("VmHWM") - before, result_bytes(result))
+
+
+def allocated_peak(call: Callable[[], Any]) -> int:
+    """The most that torch's CPU allocator gives out in one call, above what was there: a census with no more to it."""
+    from patchconv_native import _library  # processes that measure stock alone do without
+
+    gc.collect()
+    census = _library.load().Census("cpu", False)
+    try:
+        call()
+    finally:
+        census.stop()
+    events = census.events()
+    level = most = 0
+    for kind, size in zip(events["kind"], events["bytes"], strict=True):
+        level += size if kind == 0 else 0
+        most = max(most, level)
+    return most
 
 
 def available_bytes() -> int:

@@ -9,7 +9,6 @@ own; a timeline of one forward pass, with what is computed while messages travel
 from __future__ import annotations
 
 import functools
-import gc
 import statistics
 import sys
 import time
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native import _C
 
 from . import measure, report
 from .launch import launch
@@ -97,29 +95,13 @@ def step(model: nn.Module, x: Any, train: bool) -> None:
     model(x).square().mean().backward()
 
 
-def counted(call: Any) -> int:
-    """The most that is allocated above what was there."""
-    gc.collect()
-    census = _C.Census("cpu", False)
-    try:
-        call()
-    finally:
-        census.stop()
-    events = census.events()
-    level = most = 0
-    for kind, size in zip(events["kind"], events["bytes"], strict=True):
-        level += size if kind == 0 else 0
-        most = max(most, level)
-    return most
-
-
 def peaks(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each job: peak above the model and its gradients, seconds of a step, and what was sent."""
     found = []
     for job in jobs:
         model, x = made(job)
         step(model, x, job["train"])  # what is set up once is there, gradients too
-        peak = counted(functools.partial(step, model, x, job["train"]))
+        peak = measure.allocated_peak(functools.partial(step, model, x, job["train"]))
         with pc.distributed.Traffic() as traffic:
             step(model, x, job["train"])
         seconds = []

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .microbatch import check_chunks, microbatch_call
 from .wrapped import Model, Which, Wrapped, wrap_modules
@@ -28,10 +28,6 @@ class _Microbatched(Wrapped):
 @functools.cache
 def _kind(chunks: int) -> type[_Microbatched]:
     return type("_Microbatched", (_Microbatched,), {"_chunks": chunks, "_recipe": (_kind, (chunks,))})
-
-
-def is_microbatched(module: nn.Module) -> bool:
-    return isinstance(module, _Microbatched)
 
 
 def microbatch_modules(model: Model, which: Which | Mapping[str, int], chunks: int | None = None) -> Model:

@@ -17,6 +17,19 @@ from torch import Tensor, nn
 MESHES = {"2 rows": (2, "H", (2,)), "3 columns": (3, "W", (3,)), "2x2": (4, "HW", (2, 2)), "4 rows": (4, "H", (4,))}
 
 
+SHAPE = (2, 4, 13, 11)
+ODD = (1, 3, 17, 13)
+
+
+def conv(a: int = 4, b: int = 4, k: int = 3, **more: Any) -> nn.Conv2d:
+    return nn.Conv2d(a, b, k, **{"padding": k // 2, **more})
+
+
+def whole(*shape: int) -> Tensor:
+    """The same values on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9)).double()
+
+
 class Apply(nn.Module):
     """A function of the image and of parameters of these shapes."""
 
@@ -89,7 +102,7 @@ def each(rank: int, world: int, cases: str, mesh_shape: tuple[int, ...], dims: s
 def results(cases: str, mesh: str, names: tuple[str, ...]) -> list[dict[str, list[str]]]:
     world, dims, shape = MESHES[mesh]
     torch.manual_seed(7)
-    return run(world, each, cases, shape, dims, list(names), timeout=15)
+    return run(world, each, cases, shape, dims, list(names))
 
 
 def wrong(cases: str, mesh: str, names: tuple[str, ...], name: str) -> list[str]:

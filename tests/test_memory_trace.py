@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native import _C
 from patchconv_native.memory import trace
 from patchconv_native.memory.sizes import total
 
 bench_census = pytest.importorskip("bench.census")
+bench_measure = pytest.importorskip("bench.measure")
 
 MIB = 2**20
 
@@ -44,22 +43,6 @@ def residual(blocks: int = 3, channels: int = 16) -> nn.Sequential:
     return nn.Sequential(*stem, *(Block(channels) for _ in range(blocks)), nn.AdaptiveAvgPool2d(1))
 
 
-def bare_peak(step: Any) -> int:
-    """What a census without hooks or marks counts at most."""
-    gc.collect()
-    census = _C.Census("cpu", False)
-    try:
-        step()
-    finally:
-        census.stop()
-    events = census.events()
-    level = most = 0
-    for kind, size in zip(events["kind"], events["bytes"], strict=True):
-        level += size if kind == 0 else 0
-        most = max(most, level)
-    return most
-
-
 FORMS: dict[str, Any] = {
     "stock": lambda model: model,
     "convert": pc.convert,
@@ -75,7 +58,7 @@ def test_watching_changes_nothing(form: str) -> None:
     model, x = FORMS[form](residual()), torch.randn(2, 3, 48, 48)
     model(x).sum().backward()
     model.zero_grad(set_to_none=True)
-    want = bare_peak(lambda: model(x).sum().backward())
+    want = bench_measure.allocated_peak(lambda: model(x).sum().backward())
     model.zero_grad(set_to_none=True)
     report = trace(model, x)
     assert report.peak - report.static == pytest.approx(want, rel=2e-3)

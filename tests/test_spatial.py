@@ -4,28 +4,14 @@ process, in float64, on images with slopes and on noise; outputs, all gradients,
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import needs_gloo
-from spatial_cases import MESHES, Apply, Cases, wrong
-from torch import Tensor, nn
+from spatial_cases import MESHES, ODD, SHAPE, Apply, Cases, conv, whole, wrong
+from torch import nn
 
 pytestmark = needs_gloo
-SHAPE = (2, 4, 13, 11)
-ODD = (1, 3, 17, 13)
-
-
-def conv(a: int = 4, b: int = 4, k: int = 3, **more: Any) -> nn.Conv2d:
-    return nn.Conv2d(a, b, k, **{"padding": k // 2, **more})
-
-
-def whole(*shape: int) -> Tensor:
-    """The same values on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(9)).double()
-
 
 MISTAKES: Cases = {
     "halo rows' gradient dropped": (lambda: nn.Sequential(conv(), conv(k=5)), SHAPE),

@@ -8,21 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import needs_gloo
-from spatial_cases import Apply, Cases, wrong
+from spatial_cases import SHAPE, Apply, Cases, conv, whole, wrong
 from torch import Tensor, nn
 
 pytestmark = needs_gloo
-SHAPE = (2, 4, 13, 11)
-ODD = (1, 3, 17, 13)
-
-
-def conv(a: int = 4, b: int = 4, k: int = 3, **more: Any) -> nn.Conv2d:
-    return nn.Conv2d(a, b, k, **{"padding": k // 2, **more})
-
-
-def whole(*shape: int) -> Tensor:
-    """The same values on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(9)).double()
 
 
 def labels(classes: int, ignored: int | None = None) -> Tensor:

@@ -155,14 +155,6 @@ def groups_of(axes: Axes) -> tuple[Any, ...]:
     return tuple(axis.group for axis in axes.values())
 
 
-def first(values: Any) -> SpatialTensor:
-    """The first SpatialTensor of some arguments."""
-    for value in values:
-        if isinstance(value, SpatialTensor):
-            return value
-    raise AssertionError("a rule without a SpatialTensor")
-
-
 def local_of(value: Any) -> Any:
     return value._local if isinstance(value, SpatialTensor) else value
 
