@@ -78,11 +78,11 @@ wheel: $(TORCH_STAMP) ## dist/*.whl, tried in a clean environment outside the tr
 	$(PY) -m venv --without-pip "$$outside/venv"; \
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo "$$outside"/venv/lib/python3*/site-packages)/torch.pth"; \
 	$(PY) -m pip --disable-pip-version-check --quiet --python "$$outside/venv" install --no-index "$$outside"/dist/*.whl; \
-	cp tests/wheel_smoke.py "$$outside"; cd "$$outside"; venv/bin/python -I wheel_smoke.py; \
+	cp tests/support/wheel_smoke.py "$$outside"; cd "$$outside"; venv/bin/python -I wheel_smoke.py; \
 	mkdir -p $(CURDIR)/dist; cp dist/*.whl $(CURDIR)/dist; ls -l $(CURDIR)/dist
 
 cpp: build $(TEST_STAMP) ## libpatchconv with CMake, its tests and a program that uses it
-	$(PY) -m pytest tests/test_cpp.py $(PYTEST_ARGS)
+	$(PY) -m pytest tests/ops/test_cpp.py $(PYTEST_ARGS)
 
 kernels: $(DEMO_STAMP) ## registers and memory of every CUDA kernel against its budget (no GPU)
 	$(PY) -m bench.kernels
@@ -102,7 +102,7 @@ bench: build $(DEMO_STAMP) $(BENCH_STAMP) ## time and memory beside stock PyTorc
 	$(PY) -m bench
 
 models: build $(TEST_STAMP) $(MODEL_STAMP) ## every model family of torchvision, timm and diffusers, converted against stock
-	PATCHCONV_ALL_MODELS=1 OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/test_models.py $(PYTEST_ARGS)
+	PATCHCONV_ALL_MODELS=1 OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/layers/test_models.py $(PYTEST_ARGS)
 
 gpu: build $(DEMO_STAMP) $(TEST_STAMP) ## the checks and measurements that need a GPU
 	$(PY) -m bench.gpu

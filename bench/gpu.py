@@ -81,7 +81,7 @@ def tests(run: Run) -> None:
     ]
     if measure.installed("pytest-xdist"):
         command += ["-n", str(min(8, os.cpu_count() or 1))]
-    command += ["-k", "cuda"] if run.device == "cuda" else ["tests/test_reference.py"]
+    command += ["-k", "cuda"] if run.device == "cuda" else ["tests/conv/test_reference.py"]
     seconds = run.left()
     output, code = _finished(command, seconds, os.environ | {"OMP_NUM_THREADS": "2"})
     lines = output.splitlines() or ["no output"]

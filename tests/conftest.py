@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-SWEEP_SEED = int(os.environ.get("PATCHCONV_SEED", "20240611"))
+from support.pairs import FULL
+from support.seeds import DATA_SEED, DEVICES, SWEEP_SEED
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"patchconv: devices {', '.join(DEVICES)}; seed {SWEEP_SEED} (PATCHCONV_SEED chooses another)"
+    width = "every case" if FULL else "pairs of values (make check: every case)"
+    return f"patchconv: devices {', '.join(DEVICES)}; {width}; today's seed {SWEEP_SEED} (PATCHCONV_SEED=N: another)"
 
 
 @pytest.fixture(params=DEVICES)
@@ -38,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    torch.manual_seed(SWEEP_SEED)
+    torch.manual_seed(DATA_SEED)
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ bool computed_by_onednn(at::ScalarType dtype) {
 }
 
 // Two faults of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch shares
-// (tests/test_onednn.py): half precision follows a null pointer where all that some output coordinate sees is
+// (tests/conv/test_onednn.py): half precision follows a null pointer where all that some output coordinate sees is
 // padding,
 bool crashes_in_half(const ConvProblem& problem) {
   return std::any_of(problem.dims.begin(), problem.dims.end(),

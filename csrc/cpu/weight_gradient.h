@@ -18,7 +18,7 @@ enum class WeightGradient {
   kProducts,      // add_weight_gradient
 };
 // A fault of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch shares
-// (tests/test_onednn.py): in channels_last, with three threads and more, weight gradients of 1x1 kernels
+// (tests/conv/test_onednn.py): in channels_last, with three threads and more, weight gradients of 1x1 kernels
 // under a stride are written past their end where channels do not fill blocks.
 bool writes_past_end(const ConvProblem& problem);
 

@@ -1,4 +1,4 @@
-// The convolution kernels by name. tests/conv_kernels.py writes their cases.
+// The convolution kernels by name. tests/support/conv_kernels.py writes their cases.
 //
 // Numbers: the pass (0: small grid from the big one, 1: big from small, 2: weight), padding mode, images,
 // groups, channels a group of the big and of the small grid, strict, relu, workspace limit; then for each of

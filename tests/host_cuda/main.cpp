@@ -1,5 +1,5 @@
 // Runs launch functions on given buffers: host_cuda FOLDER reads FOLDER/cases.txt and FOLDER/data, and writes
-// what the buffers hold afterwards to FOLDER/result. tests/test_kernels.py writes cases and compares.
+// what the buffers hold afterwards to FOLDER/result. tests/cuda/test_kernels.py writes cases and compares.
 //
 // A line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0: all),
 // the count of its numbers and the numbers, the count of its buffers and for each: bytes (-1: a null

@@ -1,5 +1,5 @@
 // The CUDA side of the convolutions (csrc/cuda/conv_native.cpp) with kernels that run on the CPU, on CPU
-// tensors: operators patchconv_host::*, for tests/test_conv_native.py. Everything between the operators'
+// tensors: operators patchconv_host::*, for tests/cuda/test_conv_native.py. Everything between the operators'
 // arguments and the launches is the code that runs on a GPU.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

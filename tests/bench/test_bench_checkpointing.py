@@ -1,0 +1,78 @@
+"""bench.checkpointing runs, and its figures are those of the forms that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import checkpointing
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo")
+def test_it_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.checkpointing", "--size", "tiny", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "checkpointing.json").read_text())
+    assert [row["form"] for row in data["rows"]] == list(checkpointing.FORMS)
+    assert len(done.stdout.splitlines()) == len(data["rows"])
+    for row in data["rows"]:
+        assert row["peak"] >= 0 and row["ms"]["least"] > 0 and row["rounds"] >= 3
+        assert len(row["ddp"]["peaks"]) == 2 and row["ddp"]["ms"]["least"] > 0
+        assert row["errors"]["batches"] == ([2] if row["form"] == "torch" else [1])
+        assert (row["errors"]["running_mean"] > 1e-4) == (row["form"] == "torch")
+    text = (tmp_path / "checkpointing.md").read_text()
+    assert "trial of the script" in text and text.count("\n| ") == 2 + len(data["rows"])
+
+
+@pytest.mark.parametrize("form", checkpointing.FORMS)
+def test_forms_compute_the_same(form: str) -> None:
+    x = checkpointing.pictures(2, 8)
+    found, expected = (checkpointing.network(name, 16).double()(x.double()) for name in (form, "naive"))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_checkpoint_keeps_the_features_alone() -> None:
+    """Forms differ in what they save."""
+
+    def kept(form: str) -> int:
+        held: dict[int, int] = {}
+        model, x = checkpointing.network(form, 40), checkpointing.pictures(2, 16)
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(x)
+        assert y.requires_grad
+        return sum(held.values())
+
+    assert kept("ours") == kept("torch") < 0.8 * kept("naive")
+
+
+def test_errors_tell_a_second_move() -> None:
+    shape = {"depth": 16, "batch": 4, "side": 8}
+    found = {form: checkpointing.errors(form, **shape) for form in ("naive", "torch", "ours", "ours + lean")}
+    assert abs(found["torch"]["running_mean"] - 0.9) < 0.01 and found["torch"]["batches"] == [2]
+    for form in ("naive", "ours", "ours + lean"):
+        assert found[form]["running_mean"] < 1e-5 and found[form]["batches"] == [1]
+    assert found["ours"]["same_bits"] and found["torch"]["same_bits"]
+
+
+def test_densenet_bc_100_is_the_published_one() -> None:
+    """0.8 million parameters (Huang et al., 2017, table 2)."""
+    model = checkpointing.network("naive", 100)
+    assert sum(p.numel() for p in model.parameters()) == 769_162

@@ -1,0 +1,286 @@
+"""The command line: what `info` says; every mistake is one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import patchconv_native as pc
+from patchconv_native import __main__ as cli
+from patchconv_native import info
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def usable(*modules: str) -> bool:
+    try:
+        return all(importlib.import_module(name) for name in modules)
+    except Exception:  # a torchvision beside another torch fails in ways of its own
+        return False
+
+
+needs_demo = pytest.mark.skipif(
+    not usable("numpy", "PIL", "matplotlib", "rich", "skimage", "torchvision"),
+    reason="the packages of the extra 'demo' are not all usable here",
+)
+
+
+def run(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m patchconv_native WORDS`, or `python -c CODE WORDS`, in a process of its own."""
+    start = ["-c", code] if code else ["-m", "patchconv_native"]
+    return subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+def fails_in_one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Runs a command that has to fail as the user's mistake, and returns what it says."""
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.err.startswith("patchconv_native demo: "), said.err
+    return said.err
+
+
+class TestInfo:
+    def test_says_what_was_built_and_what_runs(self) -> None:
+        done = run("info", "--plain")
+        assert done.returncode == 0 and done.stderr == ""
+        facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
+        built = pc.build_info()
+        assert facts["package"] == built["version"] == pc.__version__
+        assert facts["torch"] == f"{torch.__version__} (built with {built['torch']})"
+        assert (torch.version.cuda or "none") in facts["CUDA"] and (built["cuda"] or "none") in facts["CUDA"]
+        assert facts["workspace limit"] == "64 MiB" and facts["backend"] == "auto"
+        assert (facts["GPU"] == "none") == (not torch.cuda.is_available())
+        assert re.match(r"[1-9]\d* in an operator", facts["threads"])
+
+    def test_lists_every_operator_with_its_keys(self) -> None:
+        table = info.operators()
+        names = {
+            f"patchconv::conv{kind}{dimensions}d{direction}"
+            for kind in ("", "_transpose")
+            for dimensions in (1, 2, 3)
+            for direction in ("", "_backward")
+        }
+        assert names <= set(table)
+        cuda = {"CUDA", "AutocastCUDA"} if pc.build_info()["cuda"] else set()
+        for name in names:
+            assert {"CPU", "Meta", "Autograd"} | (cuda & {"CUDA"}) <= set(table[name]), name
+        assert {"AutocastCPU"} | cuda <= set(table["patchconv::conv2d"])
+        # The listing asks the dispatcher; its own dump has to agree.
+        for name, keys in table.items():
+            dump = torch._C._dispatch_dump(name)
+            for key in (
+                "CPU",
+                "CUDA",
+                "Meta",
+                "AutocastCPU",
+                "AutocastCUDA",
+                "FuncTorchDynamicLayerFrontMode",
+            ):
+                assert (re.search(rf"^{key}: ", dump, re.MULTILINE) is not None) == (key in keys), (name, key)
+
+    def test_prints_the_table_it_found(self) -> None:
+        plain = run("info", "--plain").stdout
+        pretty = run("info").stdout
+        for name, keys in info.operators().items():
+            for printed in (plain, pretty):
+                line = next(line for line in printed.splitlines() if line.split()[:1] == [name])
+                assert line.split()[1:] == keys
+
+    def test_needs_torch_alone(self) -> None:
+        code = (
+            "import sys\n"
+            "for name in ('rich', 'matplotlib', 'PIL', 'torchvision', 'skimage'): sys.modules[name] = None\n"
+            "from patchconv_native.__main__ import main\n"
+            "sys.exit(main(sys.argv[1:]))"
+        )
+        done = run("info", code=code)
+        assert done.returncode == 0 and done.stderr == ""
+        assert "patchconv::conv2d " in done.stdout and pc.__version__ in done.stdout
+
+
+class TestWords:
+    def test_help_names_the_commands(self) -> None:
+        done = run("--help")
+        assert done.returncode == 0
+        for name, module in cli.COMMANDS.items():
+            assert re.search(rf"^\s+{name}\s+\w", done.stdout, re.MULTILINE)
+            assert module.__doc__ and module.__doc__.splitlines()[0].endswith(".")
+
+    @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+    def test_help_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([command, "--help"])
+        assert stopped.value.code == 0
+        assert f"{cli.PROGRAM} {command}" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ((), "required: COMMAND"),
+            (("fly",), "invalid choice: 'fly'"),
+            (("info", "--fly"), "unrecognized arguments: --fly"),
+            (("demo", "--megapixels", "many"), "--megapixels: expected a number, got 'many'"),
+            (("demo", "--megapixels", "0"), "--megapixels: expected 0.1 to 1000 megapixels, got 0"),
+            (("demo", "--megapixels", "nan"), "--megapixels: expected a number, got 'nan'"),
+            (("demo", "--memory", "-1"), "--memory: expected a positive number of GiB, got -1"),
+            (("demo", "--device", "tpu"), "--device: invalid choice: 'tpu'"),
+            (("demo", "--seed", "9" * 23), f"--seed: expected a whole number from -2^63 to 2^64 - 1, got '{'9' * 23}'"),
+            (("demo", "--seed", str(2**64)), f"--seed: expected a whole number from -2^63 to 2^64 - 1, got '{2**64}'"),
+            (("demo", "--seed", str(-(2**63) - 1)), "--seed: expected a whole number from -2^63 to 2^64 - 1, got '-"),
+            (("demo", "--seed", "1.5"), "--seed: expected a whole number from -2^63 to 2^64 - 1, got '1.5'"),
+        ],
+    )
+    def test_mistakes(self, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(words)
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
+
+    @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
+    def test_seeds_that_torch_takes(self, seed: int) -> None:
+        assert cli.parser().parse_args(["demo", "--seed", str(seed)]).seed == seed
+        torch.Generator().manual_seed(seed)
+
+    def test_a_mistake_is_one_line(self) -> None:
+        done = run("inof")
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert done.stderr.startswith("python -m patchconv_native: ") and done.stderr.endswith(" (--help explains)\n")
+
+    def test_script(self) -> None:
+        words = "import sys; sys.argv[0] = '/usr/bin/patchconv'; from patchconv_native.__main__ import main; main()"
+        done = run("trace", "--help", code=words)
+        assert done.returncode == 0 and done.stdout.startswith("usage: patchconv trace ")
+        assert "\n  patchconv trace torchvision:resnet50 " in done.stdout
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        assert '[project.scripts]\npatchconv = "patchconv_native.__main__:main"\n' in pyproject
+
+    def test_every_package_is_packed(self) -> None:
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        for folder in ROOT.glob("patchconv_native/**/__init__.py"):
+            assert f'"{".".join(folder.parent.relative_to(ROOT).parts)}"' in pyproject
+
+    def test_interrupt(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def stop(arguments: object) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(info, "run", stop)
+        assert cli.main(["info"]) == 130
+        assert capsys.readouterr().err == "\npython -m patchconv_native info: interrupted\n"
+
+
+@needs_demo
+class TestDemoMistakes:
+    def test_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "nowhere.png"
+        assert f"there is no file {file}" in fails_in_one_line(capsys, "demo", "--image", str(file))
+
+    def test_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert f"{tmp_path} is a folder" in fails_in_one_line(capsys, "demo", "--image", str(tmp_path))
+
+    @pytest.mark.parametrize("content", [b"", b"# Title\n\nNo picture at all.\n", bytes(range(256)) * 20])
+    def test_no_picture(self, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (file := tmp_path / "notes.jpg").write_bytes(content)
+        assert f"{file} is not a picture" in fails_in_one_line(capsys, "demo", "--image", str(file))
+
+    def test_damaged_picture(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from PIL import Image
+
+        file = tmp_path / "cut.png"
+        Image.effect_noise((200, 200), 50).save(file)
+        file.write_bytes(file.read_bytes()[:5000])
+        assert f"{file} cannot be read: " in fails_in_one_line(capsys, "demo", "--image", str(file))
+
+    def test_tiny_picture(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from PIL import Image
+
+        Image.new("RGB", (300, 5)).save(tmp_path / "line.png")
+        said = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "line.png"))
+        assert "the picture is 300 x 5 pixels; either side must be 16 or more" in said
+
+    @pytest.mark.parametrize(
+        ("width", "height", "megapixels", "scaled"),
+        [(20000, 16, "0.1", "11184 x 16"), (16, 20000, "0.1", "16 x 11184"), (100000, 16, "0.1", "25000 x 8")],
+    )
+    def test_narrow_picture(
+        self,
+        width: int,
+        height: int,
+        megapixels: str,
+        scaled: str,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        from PIL import Image
+
+        Image.new("RGB", (width, height)).save(file := tmp_path / "band.png")
+        said = fails_in_one_line(
+            capsys, "demo", "--image", str(file), "--megapixels", megapixels, "--out", str(tmp_path / "new")
+        )
+        assert f"the picture is {width} x {height} pixels, {scaled} at {megapixels} megapixels; there " in said
+        assert "either side must be 16 or more and at least 1/400 of the other" in said
+        assert not (tmp_path / "new").exists()
+
+    def test_absurd_picture(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        # A header alone: 60000 x 60000 pixels that nobody is asked to decode.
+        header = b"P5 60000 60000 255\n"
+        (tmp_path / "huge.pgm").write_bytes(header + bytes(100))
+        said = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "huge.pgm"))
+        assert "has more than 1074 megapixels" in said
+
+    def test_out_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (out := tmp_path / "out").write_text("taken")
+        assert f"cannot write to --out {out}" in fails_in_one_line(capsys, "demo", "--out", str(out))
+        assert out.read_text() == "taken"
+
+    def test_mistake_leaves_no_folder_behind(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ("demo", "--image", str(tmp_path / "nowhere.png"), "--out", str(tmp_path / "new"))
+        fails_in_one_line(capsys, *words)
+        assert not (tmp_path / "new").exists()
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_no_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "torch finds no GPU here" in fails_in_one_line(capsys, "demo", "--device", "cuda")
+
+    def test_too_little_memory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ("demo", "--megapixels", "1", "--memory", "0.1", "--device", "cpu", "--out", str(tmp_path))
+        said = fails_in_one_line(capsys, *words)
+        assert re.search(r"needs about \d+ MiB at this size and 102 MiB is available; use a smaller --megapixels", said)
+
+    @pytest.mark.parametrize("module", ["numpy", "PIL", "matplotlib", "rich", "torchvision", "skimage"])
+    def test_missing_package(
+        self, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, None)  # what find_spec then takes for absent
+        package = {"PIL": "pillow", "skimage": "scikit-image"}.get(module, module)
+        said = fails_in_one_line(capsys, "demo")
+        assert f"needs {package}, not installed here; install with: pip install 'patchconv_native[demo]'" in said
+
+    def test_own_picture_needs_no_scikit_image(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "skimage", None)
+        file = tmp_path / "nowhere.png"
+        assert "there is no file" in fails_in_one_line(capsys, "demo", "--image", str(file))
+
+    def test_torchvision_for_another_torch(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from patchconv_native import demo
+
+        def fail(name: str) -> None:
+            raise RuntimeError("operator torchvision::nms does not exist\nand more")
+
+        monkeypatch.setattr(demo.importlib, "import_module", fail)
+        said = fails_in_one_line(capsys, "demo")
+        assert "does not work with this torch (operator torchvision::nms does not exist)" in said
+
+    def test_says_it_in_a_process_of_its_own(self, tmp_path: Path) -> None:
+        done = run("demo", "--image", str(tmp_path / "nowhere.png"))
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr == f"patchconv_native demo: there is no file {tmp_path / 'nowhere.png'}\n"

@@ -1,0 +1,106 @@
+"""Three faults of oneDNN's kernels for AVX-512 that stock PyTorch shares (seen in 2.14.1), and that the library avoids.
+
+1. In bfloat16 and channels_last, F.conv2d crashes (a null pointer) where no kernel of a row or column meets the image:
+   torch.nn.functional.conv2d(zeros(2, 6, 15, 1), zeros(5, 6, 2, 1), None, (2, 2), (1, 1), (2, 2)).
+2. In channels_last with one input channel a group, several output channels and a stride, it reads behind the end of
+   the input: values from freed memory reach the result. Freed memory is filled with NaN here before every call.
+
+3. In channels_last, weight gradients of 1x1 kernels under a stride are written past their end by three threads and
+   more, where the channels do not fill blocks of 16: the heap is damaged, and the process dies later.
+
+What is asserted is that ours is right, on any processor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import reference
+from torch import Tensor
+
+import patchconv_native as pc
+
+LAST = {3: None, 4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def poison_freed_memory() -> None:
+    """Small blocks that malloc hands out next hold NaN."""
+    blocks = [torch.full((n,), float("nan")) for n in (16, 64, 128, 256, 512, 1024, 4096) * 3]
+    del blocks
+
+
+def check(x: Tensor, w: Tensor, tolerance: float, **arguments) -> None:
+    call = getattr(pc.functional, f"conv{x.dim() - 2}d")
+    expected = reference.conv(x, w, None, **arguments)
+    for splits in (None, 2):
+        for _ in range(5):
+            poison_freed_memory()
+            y = call(x, w, None, splits=splits, **arguments)
+            torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape,kernel,stride,padding,dilation",
+    [
+        ((2, 6, 15, 1), (5, 6, 2, 1), (2, 2), (1, 1), (2, 2)),
+        ((1, 5, 1, 4, 2), (6, 5, 4, 2, 2), (3, 1, 3), (6, 3, 4), (1, 1, 3)),
+        ((1, 16, 9, 1), (16, 16, 3, 2), (1, 1), (1, 1), (1, 2)),
+    ],
+)
+def test_kernels_that_meet_padding_alone(dtype, shape, kernel, stride, padding, dilation):
+    x = torch.randn(shape).to(dtype).contiguous(memory_format=LAST[len(shape)])
+    w = torch.randn(kernel).to(dtype)
+    check(x, w, 2e-2, stride=stride, padding=padding, dilation=dilation)
+
+
+def test_input_gradient_of_a_transposed_convolution_that_crops_everything():
+    x = torch.randn(2, 5, 8, 2).bfloat16().contiguous(memory_format=torch.channels_last).requires_grad_()
+    w = torch.randn(5, 6, 2, 1).bfloat16()
+    arguments = {"stride": (2, 2), "padding": (1, 1), "dilation": (2, 2)}
+    y = pc.functional.conv_transpose2d(x, w, None, **arguments)
+    grad = torch.randn(y.shape).bfloat16().contiguous(memory_format=torch.channels_last)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    expected = reference.conv(grad, w, None, **arguments)
+    torch.testing.assert_close(dx.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_last", [False, True])
+@pytest.mark.parametrize(
+    "shape,kernel,groups,stride",
+    [
+        ((2, 1, 12, 5), (8, 1, 4, 4), 1, (1, 2)),
+        ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2)),
+        ((2, 3, 31, 17), (6, 1, 7, 7), 3, (2, 2)),
+        ((1, 1, 5, 5, 3), (6, 1, 3, 3, 3), 1, (2, 1, 1)),
+    ],
+)
+def test_single_channels_under_a_stride(dtype, weight_last, shape, kernel, groups, stride):
+    last = LAST[len(shape)]
+    x = torch.randn(shape).to(dtype).contiguous(memory_format=last)
+    w = torch.randn(kernel).to(dtype)
+    if weight_last:
+        w = w.contiguous(memory_format=last)
+    check(x, w, 1e-5 if dtype == torch.float32 else 2e-2, stride=stride, groups=groups)
+
+
+@pytest.mark.parametrize("channels,outputs", [(5, 6), (24, 40), (16, 6)])
+@pytest.mark.parametrize("splits", [None, 2])
+def test_weight_gradient_of_1x1_kernels_under_a_stride(channels, outputs, splits):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        x = torch.randn(2, channels, 16, 12).contiguous(memory_format=torch.channels_last)
+        w = torch.randn(outputs, channels, 1, 1, requires_grad=True)
+        y = pc.functional.conv2d(x, w, None, stride=(2, 1), splits=splits)
+        grad = torch.randn_like(y)
+        for _ in range(20):
+            with pc.record_paths() as records:
+                (dw,) = torch.autograd.grad(y, w, grad, retain_graph=True)
+            assert [r["path"] for r in records] == ["tiled"], "stock's call is the one that fails"
+    finally:
+        torch.set_num_threads(threads)
+    exact = w.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(reference.conv(x, exact, None, stride=(2, 1)), exact, grad.double())
+    torch.testing.assert_close(dw.double(), wanted, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,239 @@
+"""Norms with an activation and residual sums with ReLU, in one operator: the numbers of two, less kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.configurations import lay_out
+from torch import Tensor
+
+import patchconv_native as pc
+
+lf = pc.lean_functional
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
+SHAPE = (3, 6, 5, 7)
+
+
+class Arguments:
+    def __init__(self, device: str, dtype: torch.dtype = torch.float64, layout: str = "contiguous") -> None:
+        torch.manual_seed(3)
+        rest = {"device": device, "dtype": dtype}
+        ramp = torch.linspace(-2, 2, 7, **rest)  # not noise alone
+        self.x = lay_out(torch.randn(SHAPE, **rest) + ramp, layout).detach().requires_grad_()
+        self.other = lay_out(torch.randn(SHAPE, **rest), layout).detach().requires_grad_()
+        parameters = torch.float32 if dtype == torch.bfloat16 else dtype  # as mixed precision has them
+        self.weight = torch.randn(6, device=device, dtype=parameters, requires_grad=True)
+        self.bias = torch.randn(6, device=device, dtype=parameters, requires_grad=True)
+        self.mean = torch.randn(6, device=device, dtype=parameters)
+        self.var = torch.rand(6, device=device, dtype=parameters) + 0.5
+        self.grad = torch.randn(SHAPE, **rest)
+
+    def leaves(self) -> list[Tensor]:
+        return [t for t in (self.x, self.other, self.weight, self.bias) if t.requires_grad]
+
+
+def training(a: Arguments) -> tuple[Tensor, ...]:
+    return a.x, None, None, a.weight, a.bias, True
+
+
+def constants(a: Arguments) -> tuple[Tensor, ...]:
+    return a.x, a.mean, a.var, a.weight, a.bias
+
+
+# One operator, the same as two of ours, and as two of stock's.
+Case = tuple[Callable[[Arguments], Tensor], Callable[[Arguments], Tensor], Callable[[Arguments], Tensor]]
+CASES: dict[str, Case] = {
+    "batch_norm_relu": (
+        lambda a: lf.batch_norm_relu(*training(a)), lambda a: lf.relu(lf.batch_norm(*training(a))),
+        lambda a: F.relu(F.batch_norm(*training(a)))),
+    "batch_norm_relu of constants": (
+        lambda a: lf.batch_norm_relu(*constants(a)), lambda a: lf.relu(lf.batch_norm(*constants(a))),
+        lambda a: F.relu(F.batch_norm(*constants(a)))),
+    "group_norm_silu": (
+        lambda a: lf.group_norm_silu(a.x, 3, a.weight, a.bias),
+        lambda a: lf.silu(lf.group_norm(a.x, 3, a.weight, a.bias)),
+        lambda a: F.silu(F.group_norm(a.x, 3, a.weight, a.bias))),
+    "add_relu": (
+        lambda a: lf.add_relu(a.x, a.other), lambda a: lf.relu(lf.add(a.x, a.other)),
+        lambda a: F.relu(a.x + a.other)),
+}  # fmt: skip
+ALL = pytest.mark.parametrize("name", CASES)
+
+
+def gradients(y: Tensor, a: Arguments) -> list[Tensor | None]:
+    return list(torch.autograd.grad(y, a.leaves(), a.grad, allow_unused=True))
+
+
+@ALL
+@DTYPES
+@LAYOUTS
+def test_as_the_two_operators(device, name, layout, dtype):
+    a = Arguments(device, dtype, layout)
+    one, two, stock = (f(a) for f in CASES[name])
+    assert one.stride() == two.stride()
+    eps = torch.finfo(dtype).eps
+    if device == "cpu":
+        assert torch.equal(one, two)
+    torch.testing.assert_close(one, stock, rtol=20 * eps, atol=20 * eps)
+    for got, same, want in zip(gradients(one, a), gradients(two, a), gradients(stock, a), strict=True):
+        if want is None:
+            assert got is None
+            continue
+        assert got.dtype == want.dtype
+        if device == "cpu":
+            assert torch.equal(got, same)
+        scale = float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=50 * eps, atol=50 * eps * scale)
+
+
+@ALL
+def test_gradcheck(device, name):
+    a = Arguments(device)
+    f = CASES[name][0]
+
+    def call(*leaves: Tensor) -> Tensor:
+        b = Arguments(device)
+        b.x, b.other, b.weight, b.bias = leaves
+        return f(b)
+
+    leaves = (a.x, a.other, a.weight, a.bias)
+    torch.autograd.gradcheck(call, leaves)
+    torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "weight and bias", "all but bias", "all but weight"])
+@ALL
+def test_frozen(device, name, frozen):
+    """Whatever needs a gradient gets the one of the two operators, bit for bit on a CPU."""
+    a = Arguments(device)
+    a.weight.requires_grad_(frozen == "all but weight")
+    a.bias.requires_grad_(frozen in ("weight", "all but bias"))
+    if frozen.startswith("all but"):
+        a.x.requires_grad_(False)
+    found = [gradients(f(a), a) for f in CASES[name][:2]]
+    for got, want in zip(*found, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def saved_bytes(f: Callable[[Arguments], Tensor], a: Arguments) -> int:
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = f(a)
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+@ALL
+def test_keeps_no_more_than_the_two(device, name, frozen):
+    a = Arguments(device, torch.float32)
+    a.weight.requires_grad_(not frozen)
+    one, two = (saved_bytes(f, a) for f in CASES[name][:2])
+    assert one <= two
+    if name == "batch_norm_relu":  # no mask
+        assert one == two - (a.x.numel() + 7) // 8
+    if name == "batch_norm_relu of constants" and frozen:
+        assert one < a.x.nbytes / 8
+
+
+def test_running_statistics_move_once(device):
+    a = Arguments(device, torch.float32)
+    means, vars = [a.mean.clone() for _ in "ab"], [a.var.clone() for _ in "ab"]
+    y = lf.batch_norm_relu(a.x, means[0], vars[0], a.weight, a.bias, True, 0.3)
+    F.batch_norm(a.x, means[1], vars[1], a.weight, a.bias, True, 0.3)
+    y.sum().backward()
+    torch.testing.assert_close(means[0], means[1])
+    torch.testing.assert_close(vars[0], vars[1])
+
+
+def test_sums_of_two_shapes(device):
+    """Broadcasting goes through the two operators."""
+    x = torch.randn(2, 3, 4, device=device, requires_grad=True)
+    bias = torch.randn(3, 1, device=device, requires_grad=True)
+    y, want = lf.add_relu(x, bias), F.relu(x + bias)
+    assert torch.equal(y, want)
+    for got, exact in zip(
+        torch.autograd.grad(y.sum(), [x, bias]), torch.autograd.grad(want.sum(), [x, bias]), strict=True
+    ):
+        torch.testing.assert_close(got, exact)
+
+
+@ALL
+def test_inference(device, name):
+    a = Arguments(device, torch.float32)
+    with torch.no_grad():
+        one, _, stock = (f(a) for f in CASES[name])
+    assert one.grad_fn is None
+    torch.testing.assert_close(one, stock)
+
+
+def test_mistakes(device):
+    x = torch.randn(2, 4, 3, device=device)
+    with pytest.raises(ValueError, match="batch_norm_relu: expected more than 1 value per channel when training"):
+        lf.batch_norm_relu(x[:1, :, :1], None, None, training=True)
+    with pytest.raises(ValueError, match="expected running_mean and running_var where training is False, got None"):
+        lf.batch_norm_relu(x, None, None)
+    with pytest.raises(RuntimeError, match="num_groups"):
+        lf.group_norm_silu(x, 3)
+
+
+@ALL
+def test_under_torch_func(name):
+    a = Arguments("cpu")
+    a.other, a.weight, a.bias = (t.detach() for t in (a.other, a.weight, a.bias))
+    one, _, stock = CASES[name]
+
+    def of(f: Callable[[Arguments], Tensor]) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            b = copy.copy(a)
+            b.x = x
+            return f(b).square().sum()
+
+        return call
+
+    x = a.x.detach()
+    torch.testing.assert_close(torch.func.grad(of(one))(x), torch.func.grad(of(stock))(x))
+    direction = torch.randn_like(x)
+    torch.testing.assert_close(
+        torch.func.jvp(of(one), (x,), (direction,)), torch.func.jvp(of(stock), (x,), (direction,))
+    )
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "input"])
+@pytest.mark.parametrize("name", ["add_relu", "batch_norm_relu of constants"])
+def test_slopes_that_do_not_change(device, name, frozen):
+    """With create_graph every gradient depends on every input, as stock's does, with derivatives of zero."""
+    seconds = []
+    for f in (CASES[name][0], CASES[name][2]):
+        a = Arguments(device)
+        a.weight.requires_grad_(False)
+        a.x.requires_grad_(frozen != "input")
+        leaves = [t for t in ((a.x, a.other) if name == "add_relu" else (a.x, a.bias)) if t.requires_grad]
+        for first in leaves:
+            (g,) = torch.autograd.grad(f(a).sum(), first, create_graph=True)
+            seconds.append(torch.autograd.grad(g.sum(), leaves, allow_unused=True))
+    ours, stock = seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]
+    for got, want in zip(sum(ours, ()), sum(stock, ()), strict=True):
+        assert (got is None) <= (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want)
+
+
+def test_parameters_elsewhere():
+    x, there = torch.randn(2, 3, 4), torch.zeros(3, device="meta")
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        given = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)} | {name: there}
+        with pytest.raises(RuntimeError, match=f"batch_norm: expected {name} on cpu, got meta"):
+            lf.batch_norm_relu(x, **given)

@@ -1,0 +1,133 @@
+"""torch.library.opcheck on every operator: schema, autograd registration, fake tensors and AOT dispatch.
+
+opcheck compares sizes and strides of the Meta kernel's results with the real ones, so the cases vary what
+strides depend on: memory format of input, weight and gradient, unbatched inputs and the output mask.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.configurations import lay_out
+
+import patchconv_native  # noqa: F401  (registers the operators)
+
+ops = torch.ops.patchconv
+DIMS = pytest.mark.parametrize("dims", [1, 2, 3])
+SPLITS = pytest.mark.parametrize("splits", [None, [2]])
+
+
+def tensor(*shape: int, layout: str = "contiguous", device: str = "cpu", grad: bool = True) -> torch.Tensor:
+    return lay_out(torch.randn(*shape, device=device), layout).requires_grad_(grad)
+
+
+def name(dims: int, transposed: bool) -> str:
+    return f"conv{'_transpose' if transposed else ''}{dims}d"
+
+
+@DIMS
+@SPLITS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "layout,weight_layout",
+    [
+        ("contiguous", "contiguous"),
+        ("channels_last", "contiguous"),
+        ("contiguous", "channels_last"),
+        ("transposed", "contiguous"),
+        ("sliced", "channels_last"),
+        ("expanded", "contiguous"),
+    ],
+)
+def test_forward(device, dims, splits, transposed, layout, weight_layout):
+    x = tensor(2, 4, *[7] * dims, layout=layout, device=device)
+    w = tensor(4, 4, *[3] * dims, layout=weight_layout, device=device)
+    b = tensor(4, device=device)
+    torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w, b, 2, 1), {"splits": splits})
+
+
+@DIMS
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("batched", [True, False])
+def test_forward_padding_modes_and_unbatched(device, dims, mode, batched):
+    x = tensor(*[2] * batched, 4, *[7] * dims, device=device)
+    w = tensor(6, 2, *[3] * dims, device=device)
+    padding = [2, 1] * dims
+    torch.library.opcheck(
+        getattr(ops, name(dims, False)).default,
+        (x, w, None, 1, padding, 1, 2),
+        {"padding_mode": mode, "splits": [3]},
+    )
+
+
+@DIMS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("frozen", ["input", "weight", "both"])
+def test_forward_with_frozen_arguments(device, dims, transposed, frozen):
+    x = tensor(2, 4, *[6] * dims, device=device, grad=frozen == "weight")
+    w = tensor(4, 4, *[3] * dims, device=device, grad=frozen == "input")
+    b = tensor(4, device=device)
+    torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w, b), {"splits": [2]})
+
+
+@DIMS
+@SPLITS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "layout,grad_layout,weight_layout",
+    [
+        ("contiguous", "contiguous", "contiguous"),
+        ("contiguous", "expanded", "contiguous"),
+        ("contiguous", "channels_last", "contiguous"),
+        ("channels_last", "contiguous", "contiguous"),
+        ("channels_last", "channels_last", "contiguous"),
+        ("channels_last", "expanded", "channels_last"),
+        ("contiguous", "contiguous", "channels_last"),
+        ("transposed", "sliced", "contiguous"),
+    ],
+)
+def test_backward(device, dims, splits, transposed, layout, grad_layout, weight_layout):
+    x = tensor(2, 4, *[7] * dims, layout=layout, device=device)
+    w = tensor(4, 4, *[3] * dims, layout=weight_layout, device=device)
+    g = tensor(2, 4, *[7] * dims, layout=grad_layout, device=device)
+    middle = [[0], 1, [1]] if transposed else [[1], 1]
+    torch.library.opcheck(
+        getattr(ops, f"{name(dims, transposed)}_backward").default,
+        (g, x, w, x.shape, w.shape, [1], [1], *middle),
+        {"splits": splits, "output_mask": [True, True, True]},
+    )
+
+
+@DIMS
+@SPLITS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
+@pytest.mark.parametrize("batched", [True, False])
+def test_backward_masks(device, dims, splits, transposed, mask, batched):
+    """Only what the mask needs is given; results that nobody asked for are undefined."""
+    x = tensor(*[2] * batched, 4, *[7] * dims, device=device, layout="channels_last")
+    w = tensor(4, 4, *[3] * dims, device=device)
+    g = tensor(*[2] * batched, 4, *[7] * dims, device=device)
+    middle = [[0], 1, [1]] if transposed else [[1], 1]
+    torch.library.opcheck(
+        getattr(ops, f"{name(dims, transposed)}_backward").default,
+        (g, x if mask[1] else None, w if mask[0] else None, x.shape, w.shape, [1], [1], *middle),
+        {"splits": splits, "output_mask": list(mask)},
+    )
+
+
+@DIMS
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_dtypes(device, dims, transposed, dtype):
+    x = torch.randn(1, 2, *[6] * dims, device=device).to(dtype).requires_grad_()
+    w = torch.randn(2, 2, *[3] * dims, device=device).to(dtype).requires_grad_()
+    # Half precision is compared by shape and dtype only: opcheck's tolerances are those of float32.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w), {"splits": [2]}, test_utils=checks)
+
+
+def test_six_operators_and_their_backwards_are_registered():
+    found = {op.split("::")[1] for op in torch._C._dispatch_get_all_op_names() if op.startswith("patchconv::")}
+    forward = {name(dims, transposed) for dims in (1, 2, 3) for transposed in (False, True)}
+    assert found >= forward | {f"{op}_backward" for op in forward}

@@ -1,0 +1,1 @@
+"""What the tests share: the float64 oracle, cases, checks, and processes."""

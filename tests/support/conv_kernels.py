@@ -1,0 +1,204 @@
+"""Cases of the convolution kernels for tests/host_cuda (conv_cases.cpp), and what they must give, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support import reference
+from support.kernels import Call, Memory
+
+MODES = ("zeros", "reflect", "replicate", "circular")
+PASSES = ("small", "big", "weight")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convolution of `size` (the big grid) by (groups * outputs, sources, *kernel)."""
+
+    size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    sources: int  # channels of the big grid, a group
+    outputs: int  # of the small one
+    groups: int = 1
+    images: int = 1
+    stride: tuple[int, ...] = (1, 1, 1)
+    dilation: tuple[int, ...] = (1, 1, 1)
+    padding: tuple[tuple[int, int], ...] = ((0, 0),) * 3
+    mode: str = "zeros"
+
+    @property
+    def dims(self) -> int:
+        return len(self.size)
+
+    def small(self, d: int) -> int:
+        reach = (self.kernel[d] - 1) * self.dilation[d] + 1
+        return (self.size[d] + sum(self.padding[d]) - reach) // self.stride[d] + 1
+
+    @property
+    def big_shape(self) -> tuple[int, ...]:
+        return self.images, self.groups * self.sources, *self.size
+
+    @property
+    def small_shape(self) -> tuple[int, ...]:
+        return self.images, self.groups * self.outputs, *(self.small(d) for d in range(self.dims))
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return self.groups * self.outputs, self.sources, *self.kernel
+
+    def shape(self, pass_: str) -> tuple[int, ...]:
+        """Of what a pass writes."""
+        return {"small": self.small_shape, "big": self.big_shape, "weight": self.weight_shape}[pass_]
+
+
+def lift(x: Tensor) -> Tensor:
+    """(N, C, D, H, W)."""
+    while x.dim() < 5:
+        x = x.unsqueeze(2)
+    return x
+
+
+def bits_of(keep: Tensor) -> Tensor:
+    """Packed in the order in which `keep` lies in memory: it must be dense."""
+    order = sorted(range(keep.dim()), key=lambda d: -keep.stride(d))
+    flat = keep.permute(order).reshape(-1).to(torch.uint8)
+    flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)]).view(-1, 8)
+    return (flat << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+
+
+@dataclass
+class Case:
+    """One pass. Of the tensors that it reads and writes, the last is given with what it holds before."""
+
+    problem: Problem
+    pass_: str
+    big: Tensor
+    small: Tensor
+    weight: Tensor
+    keep: Tensor | None = None  # what counts of the tensor read (of the small one for the weight)
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    relu: bool = False
+    bits: Tensor | None = None
+    strict: bool = False
+    ranges: Sequence[tuple[int, int]] = field(default_factory=tuple)  # of what is written
+    limit: int = 1 << 20  # of the weight gradient's workspace, in bytes
+
+    def call(self, kernel: str, off: int = 0, **extra: Any) -> Call:
+        p = self.problem
+        numbers: list[float] = [
+            PASSES.index(self.pass_), MODES.index(p.mode), p.images, p.groups, p.sources, p.outputs,
+            int(self.strict), int(self.relu), self.limit,
+        ]  # fmt: skip
+        for d in range(p.dims - 3, p.dims):
+            if d < 0:
+                numbers += [1, 1, 1, 1, 1, 0, 0, 0, 1]
+                continue
+            written = p.size[d] if self.pass_ == "big" else p.small(d)
+            cut = self.ranges[d] if self.ranges else (0, written)
+            numbers += [p.size[d], p.small(d), p.kernel[d], p.stride[d], p.dilation[d], *p.padding[d], *cut]
+        for tensor in (self.big, self.small, self.weight):
+            numbers += lift(tensor).stride()
+        bits = None if self.keep is None else bits_of(self.keep)
+        tensors = [self.big, self.small, self.weight, bits, self.scale, self.bias, self.residual, self.bits]
+        buffers = [Memory(None if t is None else storage(t), off if i < 3 else 0) for i, t in enumerate(tensors)]
+        return Call(kernel, self.big.dtype, numbers, buffers, **extra)
+
+    def result(self, buffers: Sequence[Tensor | None]) -> Tensor:
+        """What the pass wrote, of what run() returned."""
+        index = {"big": 0, "small": 1, "weight": 2}[self.pass_]
+        like = (self.big, self.small, self.weight)[index]
+        flat = buffers[index]
+        assert flat is not None
+        return torch.as_strided(flat.reshape(-1), like.shape, like.stride())
+
+    def expected(self) -> Tensor:
+        """The same in float64."""
+        p = self.problem
+        big, small, weight = (t.double() for t in (self.big, self.small, self.weight))
+        if self.keep is not None:
+            kept = self.keep.double()
+            if self.pass_ == "small":
+                big = big.masked_fill(kept == 0, 0)
+            else:
+                small = small.masked_fill(kept == 0, 0)
+        padding = [side for pair in p.padding[: p.dims] for side in pair]
+
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return reference.conv(
+                x, w, None, p.stride[: p.dims], padding, p.dilation[: p.dims], p.groups, p.mode
+            )  # fmt: skip
+
+        if self.pass_ == "small":
+            y = forward(big, weight)
+        else:
+            leaf = (big if self.pass_ == "big" else weight).clone().requires_grad_()
+            out = forward(*((leaf, weight) if self.pass_ == "big" else (big, leaf)))
+            (y,) = torch.autograd.grad(out, leaf, small)
+        shape = (1, -1) + (1,) * p.dims
+        if self.scale is not None:
+            y = y * self.scale.double().view(shape)
+        if self.bias is not None:
+            y = y + self.bias.double().view(shape)
+        if self.residual is not None:
+            y = y + self.residual.double()
+        return y.relu() if self.relu else y
+
+
+def storage(tensor: Tensor) -> Tensor:
+    """All elements of a tensor's memory from its first one on, in the order they lie in."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.as_strided(tensor, (length if tensor.numel() else 0,), (1,))
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, layout: str = "NCHW", content: str = "noise") -> Tensor:
+    """Values of the checks, in a layout: "NCHW", "NHWC" or "sliced" (a part of a larger tensor)."""
+    if content == "noise":
+        x = torch.randn(*shape, dtype=torch.float64)
+    elif content == "steps":
+        x = (torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float64) % 7 < 3).double().view(*shape)
+    else:  # a ramp, far from zero
+        x = 3 + torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float64).view(*shape) % 101 / 101
+    x = x.to(dtype)
+    if layout == "sliced":
+        wider = torch.full([size + 2 for size in shape], 1e4, dtype=dtype)
+        wider[tuple(slice(1, -1) for _ in shape)] = x
+        return wider[tuple(slice(1, -1) for _ in shape)]
+    if layout == "NHWC":
+        order = [0, *range(2, len(shape)), 1]
+        back = [0, len(shape) - 1, *range(1, len(shape) - 1)]
+        return x.permute(order).contiguous().permute(back)
+    return x
+
+
+def case(
+    problem: Problem, pass_: str, dtype: torch.dtype, layout: str = "NCHW", content: str = "noise", **more: Any
+) -> Case:
+    """A pass over filled tensors. What it writes holds a number that would show."""
+    shapes = {"big": problem.big_shape, "small": problem.small_shape, "weight": problem.weight_shape}
+    tensors = {name: filled(shape, dtype, layout, content) for name, shape in shapes.items()}
+    tensors[pass_].fill_(-777)
+    return Case(problem, pass_, tensors["big"], tensors["small"], tensors["weight"], **more)
+
+
+def epilogue(shape: Sequence[int], dtype: torch.dtype, layout: str, bits: bool = False) -> dict[str, Any]:
+    """Every part that a result of this shape can have, for a Case."""
+    parts: dict[str, Any] = {
+        "scale": torch.rand(shape[1]).to(torch.promote_types(dtype, torch.float32)) + 0.5,
+        "bias": torch.randn(shape[1]).to(dtype), "residual": filled(shape, dtype, layout), "relu": True,
+    }  # fmt: skip
+    if bits:
+        parts["bits"] = torch.full(((torch.Size(shape).numel() + 7) // 8,), 0x55, dtype=torch.uint8)
+    return parts
+
+
+def error(got: Tensor, want: Tensor, terms: Tensor | float = 1) -> float:
+    """The largest difference, over the largest value that is wanted."""
+    assert got.isfinite().all()
+    return float((got.double() - want).abs().max() / (want.abs().max() + 1e-30))

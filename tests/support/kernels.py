@@ -1,0 +1,107 @@
+"""Kernels on the CPU: builds tests/host_cuda and runs lists of cases through it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "host_cuda"
+TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
+
+
+def program() -> Path:
+    """Built once; a later call compiles what changed."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    with FileLock(BUILD / ".lock"):
+        for command in (
+            ["cmake", "-S", ROOT / "tests" / "host_cuda", "-B", BUILD, *generator],
+            ["cmake", "--build", BUILD, "--parallel", str(os.cpu_count() or 1)],
+        ):
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return BUILD / "host_cuda"
+
+
+class Fault(AssertionError):
+    """What the executor or a sanitizer found."""
+
+
+@dataclass
+class Memory:
+    """A buffer: a tensor's elements in the order they lie in, at an address this many bytes off an aligned one. With
+    `elements`, the end of one that is larger.
+    """
+
+    values: Tensor | None
+    off: int = 0
+    elements: int | None = None
+
+    def words(self) -> str:
+        if self.values is None:
+            return "-1 0 0"
+        whole = self.values.nbytes if self.elements is None else self.elements * self.values.element_size()
+        return f"{whole} {self.off} {self.values.nbytes}"
+
+
+@dataclass
+class Call:
+    kernel: str
+    dtype: torch.dtype
+    numbers: Sequence[float]
+    buffers: Sequence[Memory]
+    last_blocks: int = 0
+
+    def line(self) -> str:
+        words = [self.kernel, TYPES[self.dtype], self.last_blocks, len(self.numbers), *map(repr, self.numbers)]
+        return " ".join([*map(str, words), str(len(self.buffers)), *(memory.words() for memory in self.buffers)])
+
+
+def run(calls: Sequence[Call]) -> list[list[Tensor | None]]:
+    """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "cases.txt").write_text("".join(call.line() + "\n" for call in calls))
+        with open(place / "data", "wb") as data:
+            for call in calls:
+                for memory in call.buffers:
+                    if memory.values is not None:
+                        data.write(_bytes(memory.values))
+        done = subprocess.run([str(program()), folder], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Fault(done.stderr)
+        result = memoryview((place / "result").read_bytes())
+    found: list[list[Tensor | None]] = []
+    for call in calls:
+        found.append([])
+        for memory in call.buffers:
+            if memory.values is None:
+                found[-1].append(None)
+                continue
+            size = memory.values.nbytes
+            raw = (
+                torch.frombuffer(bytearray(result[:size]), dtype=torch.uint8)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            found[-1].append(raw.view(memory.values.dtype).view(memory.values.shape))
+            result = result[size:]
+    assert not len(result)
+    return found
+
+
+def _bytes(values: Tensor) -> bytes:
+    return bytes(values.contiguous().flatten().view(torch.uint8).numpy().tobytes())
