@@ -1,8 +1,8 @@
 // The Python module patchconv_native._C: build facts, settings, the tile planner, and a short way into the
-// dispatcher. The only pybind11 file. Operators are not defined here; loading this library registers them
-// with torch's dispatcher, where Python finds them as torch.ops.patchconv.*. That way parses its arguments
-// against a schema, which takes longer than a small convolution's own overhead; conv() and conv_transpose()
-// below make the same call with typed arguments.
+// dispatcher. The only pybind11 file. It defines no operators: loading the library registers them with
+// torch's dispatcher, where Python finds them as torch.ops.patchconv.*. A call through torch.ops parses its
+// arguments against a schema, which takes longer than the other overhead of a small convolution; conv() and
+// conv_transpose() below make the same call with typed arguments.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -83,7 +83,7 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
   return d;
 }
 
-// Rules: a dict each, as patchconv_native/conv_rules.json has them.
+// Rules are dicts, as in patchconv_native/conv_rules.json.
 
 [[noreturn]] void bad_rule(size_t number, const std::string& expected, const py::handle& got) {
   throw py::value_error("conv rule " + std::to_string(number) + ": expected " + expected + ", got " +
@@ -194,7 +194,7 @@ at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& w
                               input, weight, bias);
 }
 
-// Events of a census: a list of numbers for each field, and the operators' names.
+// The events of a census: one list of numbers per field, and the names of the operators.
 py::dict census_events(patchconv::Census& census) {
   const patchconv::CensusEvents events = census.events();
   py::dict d;

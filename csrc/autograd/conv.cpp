@@ -1,12 +1,11 @@
 // Gradients of the convolutions.
 //
-// The forward node saves the input only if the weight needs a gradient and the weight only if the input does;
-// sizes stand in for what is not saved. An input that its producer can make again is not saved either
-// (lean_node.h). The backward operators are differentiable themselves: a convolution
-// is linear in input and in weight, so every second derivative is again one of these operators, and so on to
-// any order.
+// The forward node saves the input only if the weight needs a gradient, and the weight only if the input
+// does; it keeps the sizes of what is not saved. An input that its producer can rebuild is not saved either
+// (lean_node.h). The backward operators are differentiable themselves: a convolution is linear in input and
+// in weight, so every second derivative is again one of these operators, and so on to any order.
 //
-// A C++ node cannot be run by torch.func transforms nor by forward-mode AD: such calls go to stock operators.
+// torch.func transforms and forward-mode AD cannot run a C++ node: such calls go to stock operators.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -29,8 +28,8 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// A ConvSpec that outlives its call. All its numbers travel as one list: a map entry each costs more than a
-// small convolution. `flags` are the caller's.
+// A ConvSpec that outlives its call. All its numbers are stored as one list: one map entry per number would
+// cost more than a small convolution. `flags` belongs to the caller.
 struct OwnedSpec {
   static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
     PaddingMode mode = PaddingMode::kZeros;
@@ -74,8 +73,8 @@ struct OwnedSpec {
   ConvSpec spec;
 };
 
-// A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer
-// alive: compiled autograd runs a copy.
+// A Link that outlives its call. It is valid only if the engine runs this very node, whose edge keeps the
+// producer alive; compiled autograd runs a copy.
 void save_link(AutogradContext* ctx, const Link& link) {
   std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer),
                                reinterpret_cast<int64_t>(link.grad_fn), link.view, link.offset};
@@ -105,7 +104,7 @@ Tensor linked_value(AutogradContext* ctx) {
   return link.value();
 }
 
-// Sizes of a tensor that may not have been saved: those of the saved one, else those noted in its place.
+// Sizes of a tensor that may not be saved: those of the saved tensor, else the sizes that are stored here.
 void save_sizes(AutogradContext* ctx, const char* key, bool tensor_saved, c10::SymIntArrayRef sizes) {
   if (!tensor_saved) ctx->saved_data[key] = sizes;
 }
@@ -114,7 +113,7 @@ std::vector<c10::SymInt> saved_sizes(AutogradContext* ctx, const char* key, cons
   return saved.defined() ? saved.sym_sizes().vec() : ctx->saved_data[key].toSymIntVector();
 }
 
-// Which of the first three inputs the engine wants a gradient for. Inputs that are not given have no edge.
+// Which of the first three inputs need a gradient in this pass. Inputs that are not given have no edge.
 std::array<bool, 3> wanted(AutogradContext* ctx, const std::array<bool, 3>& given) {
   std::array<bool, 3> result = {false, false, false};
   size_t edge = 0;
@@ -124,7 +123,7 @@ std::array<bool, 3> wanted(AutogradContext* ctx, const std::array<bool, 3>& give
   return result;
 }
 
-// The node carries only the gradients that were asked for; the operator returns three places.
+// The node has only the gradients that were asked for; the operator returns all three, some undefined.
 variable_list spread(const variable_list& present, const std::array<bool, 3>& mask) {
   variable_list result(3);
   size_t next = 0;
@@ -134,7 +133,7 @@ variable_list spread(const variable_list& present, const std::array<bool, 3>& ma
   return result;
 }
 
-// What the next forward pass on this thread gives in the place of computing it.
+// If set, the next forward pass on this thread returns this tensor instead of computing its output.
 thread_local const Tensor* given_output = nullptr;
 
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
@@ -172,7 +171,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
   }
 };
 
-// Of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and 4).
+// Flags of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and
+// 4).
 int64_t flags(const std::array<bool, 3>& mask, const OptionalTensor& input, const OptionalTensor& weight) {
   const bool has_input = input.has_value() && input->defined();
   const bool has_weight = weight.has_value() && weight->defined();
@@ -202,7 +202,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     return results;
   }
 
-  // outputs: gradients of the input's gradient, of the weight's and of the bias's, as far as they were asked
+  // `outputs`: gradients with respect to the gradients of input, weight and bias, as far as those were asked
   // for.
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
@@ -270,7 +270,7 @@ struct AutogradRoom {
 struct TransformsRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
-    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms come before autocast
+    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms run before autocast
     return stock_conv(spec, x, w, b);
   }
   static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,

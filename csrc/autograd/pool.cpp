@@ -1,5 +1,5 @@
-// Gradients of pools. A max pool keeps the place of each maximum in its window, one byte an output for
-// windows of up to 256 places; an average pool sizes alone.
+// Gradients of pools. A max pool saves the position of each maximum in its window, one byte per output for
+// windows of up to 256 positions. An average pool saves only sizes.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/adaptive_avg_pool2d.h>
 #include <ATen/ops/adaptive_avg_pool3d.h>
@@ -43,7 +43,8 @@ class MaxPoolBackward final : public LeanNode {
   std::vector<Source*> others() override { return {&offsets}; }
 };
 
-// Taking the maxima's places and putting gradients there are linear, and each other's transpose.
+// Reading the maxima (take) and adding gradients to their positions (put) are linear, and each other's
+// transpose.
 struct TakeOrPut : torch::autograd::Function<TakeOrPut> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& offsets,
                         bool take, c10::SymIntArrayRef input_size, const PoolSpec& spec) {
@@ -92,7 +93,7 @@ Tensor put_autograd(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayR
   return max_pool_backward(grad, offsets, input_size, spec);
 }
 
-// Batched input, checked arguments.
+// `input` is batched and the arguments are checked.
 Tensor max_pool(const Tensor& input, const PoolSpec& spec, IntArrayRef output_size) {
   const auto node = make_node<MaxPoolBackward>(input);
   node->input.note(input);
@@ -172,7 +173,7 @@ class AvgPoolBackward final : public LeanNode {
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    // Stock's operator can be differentiated.
+    // Stock's operator is differentiable.
     if (at::GradMode::is_enabled()) return {spec.backward_with_aten(grad, like.tensor(grad))};
     return {avg_pool_backward(grad, like.sizes, like.format, spec)};
   }
@@ -210,7 +211,7 @@ Tensor lean_avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, 
   return avg_pool(x, {false, window, stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
-// As stock does it: a row of height one.
+// As in stock PyTorch: a 2-D pool over images of height one.
 Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad) {
   if (!ours_with(x, 1) || kernel.size() != 1 || stride.size() > 1 || padding.size() != 1) {
@@ -222,7 +223,7 @@ Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, 
       .squeeze(-2);
 }
 
-// Stock makes a mean of an adaptive pool to one element, which keeps nothing either.
+// Whether an adaptive pool gives one element. Stock computes that as a mean, which saves nothing either.
 bool one(IntArrayRef size) {
   return std::all_of(size.begin(), size.end(), [](int64_t n) { return n == 1; });
 }

@@ -17,7 +17,7 @@ namespace {
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
-// torch hands plain functions to every operator's begin and end: the running census is found here.
+// torch calls plain functions at the begin and end of every operator: they find the running census here.
 std::mutex g_mutex;
 std::shared_ptr<Census> g_census;
 std::atomic<uint64_t> g_runs{0};
@@ -27,8 +27,8 @@ std::shared_ptr<Census> running() {
   return g_census;
 }
 
-// The operators at work on a thread. enter() starts a new count: a module's forward pass that runs inside of
-// a backward node has operators of its own.
+// The operators that run on a thread. enter() starts a new count: a module's forward pass that runs inside a
+// backward node has operators of its own.
 struct Working {
   uint64_t run = 0;
   int64_t depth = 0;
@@ -49,7 +49,7 @@ int64_t nanoseconds() {
 }
 
 ProfilerConfig profiler_config(bool count) {
-  // "Disabled" tells whoever asks for torch's own profiler that it is not running.
+  // "Disabled": code that asks whether torch's own profiler is running gets no for an answer.
   return ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/!count);
 }
 
