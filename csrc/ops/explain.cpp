@@ -31,7 +31,7 @@ void check_size(const std::vector<int64_t>& size) {
                     size);
 }
 
-// A tensor of this form that holds nothing.
+// A tensor of this size, layout and dtype without memory.
 Tensor stand_in(const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
                 const std::string& dtype) {
   const auto options = at::TensorOptions().device(at::kMeta).dtype(dtype_of(dtype));
@@ -67,7 +67,7 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   const ConvProblem problem = make_problem(params, batched.sizes(), weight.sizes());
   TensorFacts facts = tensor_facts(problem, in, w);
   if (q.pass != "fprop") {
-    // The output's gradient is taken to have the output's layout.
+    // The output's gradient is assumed to have the output's layout.
     const auto sizes = q.transposed ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
     const Tensor grad = at::empty(sizes, in.options().memory_format(facts.format));
     facts = q.pass == "dgrad" ? tensor_facts(problem, grad, w) : tensor_facts(problem, {in, grad}, w);

@@ -25,8 +25,8 @@ Tensor allocate(at::IntArrayRef sizes, const Tensor& like, at::MemoryFormat form
   return at::empty(sizes, like.options().memory_format(format));
 }
 
-// One pass that writes a grid, along its plan, into a new tensor. `bits`, of the source, only for own
-// kernels.
+// One pass that writes a grid, by its plan, into a new tensor. `bits` belong to the source; only this
+// project's kernels take them.
 Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const Tensor& source,
                     const Tensor& weight, const OptionalTensor& bias, const Tensor& bits = Tensor()) {
   const bool to_big = pass == ConvPass::kBig;
@@ -67,7 +67,7 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
   return result.contiguous(facts.format);
 }
 
-// A gradient with zeros where its bits say so.
+// The gradient, with zeros where the bit is 0.
 Tensor without(const Tensor& grad, const Tensor& bits) { return mask_backward(grad, bits, 1, 0); }
 
 }  // namespace
@@ -143,7 +143,7 @@ ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvPa
                      output_mask, Tensor());
   }
 
-  // The gradients that one stock call computes within the limit. It wants all tensors.
+  // The gradients that one stock call computes within the limit. That call needs all tensors.
   std::array<bool, 3> together = {false, false, false};
   TilePlan weight_plan;
   if (output_mask[1] && !empty && !own_weight) {

@@ -1,5 +1,5 @@
-// conv2d_fused on a device: one launch where its own kernels run, else the convolution in tiles and its parts
-// in place. Besides the result only the bits are allocated.
+// conv2d_fused on a device: one launch where this project's kernels run, else the convolution in tiles and
+// then its other parts in place. Besides the result only the bits are allocated.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> conv2d_fused(const Tensor& input, const Tensor& weigh
   } else {
     y = conv_forward(engine, spec, input, weight, given(scale) ? std::nullopt : bias);
     if (given(scale)) {
-      // As with gradients: half precision by way of float32, rounded once.
+      // As for gradients: half precision is computed in float32 and rounded once.
       const auto by_channel = [](const Tensor& vector) { return vector.view({-1, 1, 1}); };
       const bool reduced = at::isReducedFloatingType(y.scalar_type());
       Tensor z = reduced ? y.to(at::kFloat) : y;

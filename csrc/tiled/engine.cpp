@@ -1,4 +1,4 @@
-// Problems, plans, and the loads and stores of tiles made of stock operators, which serve any device.
+// Problems, plans, and tiles loaded and stored by stock operators, which serve any device.
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
@@ -228,7 +228,7 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
     request.preferred_bytes = style.preferred_bytes;
     request.copies = style.copies;
     request.threads = style.threads;
-    if (problem.gather.has_value()) {  // in a second buffer
+    if (problem.gather.has_value()) {  // which takes a second buffer
       (pass == ConvPass::kBig ? request.cost.big_bytes : request.cost.small_bytes) *= 2;
     }
   }
