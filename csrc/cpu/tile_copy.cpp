@@ -23,13 +23,14 @@ struct Move {
   int64_t tensor_n, tensor_c, tile_n, tile_c;  // strides
   std::array<int64_t, 3> tensor_stride, tile_stride;
   int64_t first_image;
-  Range run;  // tile columns whose tensor columns follow each other: the part without padding
+  Range run;  // tile columns whose tensor columns are consecutive: those without padding
 };
 
 constexpr int64_t kBlock = 32;     // a block of 32 x 32 floats stays in the first-level cache on both sides
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 
-// One row: c x w elements. Whichever of channel and column is dense on a side is walked innermost there.
+// Moves a row of c x w elements. On each side, the dimension that is dense there (channel or column) is the
+// inner loop.
 template <TileMove kMove, typename Outer, typename Inner>
 inline void assign(Outer* tensor, Inner* tile) {
   if constexpr (kMove == TileMove::kLoad) {

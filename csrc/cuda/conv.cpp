@@ -19,7 +19,7 @@ using at::Tensor;
 
 namespace {
 
-// cuDNN's kernels index with 32 bits and are given larger problems in pieces or by slower ways.
+// cuDNN's kernels use 32-bit indices: it cuts larger problems into pieces or takes slower algorithms.
 constexpr int64_t kMaxElements = (int64_t{1} << 31) - 1;
 
 class CudaEngine : public ConvEngine {
@@ -30,7 +30,7 @@ class CudaEngine : public ConvEngine {
     const int64_t big = c10::multiply_integers(problem.big_sizes(problem.batch));
     const int64_t small = c10::multiply_integers(problem.small_sizes(problem.batch));
     if (big <= kMaxElements && small <= kMaxElements && problem.kernel_volume() == 1) return 0;
-    // cuDNN turns NCHW tensors to its own layout and back; channels_last ones it takes as they are.
+    // cuDNN converts NCHW tensors to its own layout and back; channels_last ones it takes as they are.
     const bool reordered =
         format == at::MemoryFormat::Contiguous || big > kMaxElements || small > kMaxElements;
     return reordered ? (big + small) * element : 0;

@@ -1,5 +1,5 @@
-// Dropout from a seed on CUDA: checks, memory and the launch. The seed stays on the device, so that a
-// captured graph draws another each time.
+// Dropout from a seed on CUDA: checks, memory and the launch. The seed stays on the device, so that each
+// replay of a captured graph draws a new one.
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>

@@ -1,5 +1,5 @@
-// The activations with packed masks on CUDA: checks, memory and the launch. By stock operators where the
-// project's own kernels are not asked for (backend) or do not serve the dtype.
+// The activations with packed masks on CUDA: checks, memory and the launch. Stock operators are used unless
+// the backend asks for this project's kernels and they serve the dtype.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
