@@ -38,8 +38,7 @@ struct ConvEpilogue {
   const void* bias = nullptr;      // one per channel, of the tensors' type
   const void* residual = nullptr;  // with the strides of the result
   bool relu = false;
-  uint8_t* bits =
-      nullptr;  // in the result's memory order: which elements ReLU passes; see conv_writes_bits()
+  uint8_t* bits = nullptr;  // in the result's memory order: what ReLU passes; see conv_writes_bits()
 };
 
 // target = sums over the taps of three lines and the channels of a group. Channels of the target are numbered
