@@ -1,5 +1,4 @@
-// Thirty lines in place of a test framework: CHECK counts what holds and prints what does not, TEST_MAIN sums
-// up.
+// Thirty lines in place of a test framework: CHECK and CHECK_EQ count what holds and print what does not.
 #pragma once
 
 #include <cstdio>

@@ -28,8 +28,8 @@ void test_pieces() {
   }
 }
 
-// Every small range must read exactly the hull of its taps, every big range be read by exactly the hull of
-// its users.
+// Every small range must read exactly the hull of its taps, and every big range must be read by exactly the
+// hull of the small coordinates that use it.
 void test_ranges() {
   for (int64_t big : {1, 5, 8, 11}) {
     for (int64_t kernel : {1, 2, 3, 5}) {
@@ -51,7 +51,8 @@ void test_ranges() {
               for (int64_t p = 0; p < dim.small; ++p) {
                 bool reads = false;
                 for (int64_t r = 0; r < kernel; ++r) reads |= p * stride + r * dilation - before == begin;
-                // The hull may hold positions that step over it; it must miss none that reads it.
+                // The hull may contain small coordinates whose taps step over it, but must miss none that
+                // reads it.
                 if (reads) CHECK(p >= users.begin && p < users.end);
                 if (p < users.begin || p >= users.end) CHECK(!reads);
               }
@@ -180,9 +181,9 @@ void test_conv_rules() {
   bad = wide;
   bad.pass = "forward";
   CHECK(refused(bad));
-  CHECK(prefers_own_kernel(90, query));  // what was in force stays
+  CHECK(prefers_own_kernel(90, query));  // the old rules stay
 
-  // Readers on other threads see the table of before or of after; all of these take the query.
+  // Readers on other threads see the old table or the new one; each of these tables matches the query.
   std::atomic<bool> stop = false, missed = false;
   std::atomic<int> started = 0;
   std::vector<std::thread> readers;

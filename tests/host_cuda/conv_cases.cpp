@@ -55,7 +55,7 @@ struct Problem {
             {stride(2), stride(3), stride(4)}};
   }
 
-  // Everything but lines.
+  // Everything but the lines.
   ConvSums sums() const {
     const bool to_big = pass() == 1;
     ConvSums call;
@@ -171,7 +171,8 @@ void stem(const Case& c) {
   });
 }
 
-// Nothing is written where the plan does not serve. The bits that others write are the big grid's.
+// Writes nothing if no plan serves the case. Bits of the big grid come in the buffer to which other kernels
+// write theirs.
 void weight(const Case& c) {
   const Problem problem(c);
   ConvProducts call = problem.products();
@@ -183,7 +184,7 @@ void weight(const Case& c) {
   launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);
 }
 
-// Of the small grid, to the bias.
+// Sums over the small grid, written to the bias.
 void channel_sums(const Case& c) {
   const Problem problem(c);
   const ConvProducts products = problem.products();

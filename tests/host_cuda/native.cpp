@@ -58,7 +58,7 @@ class HostEngine : public ConvEngine {
 
 const HostEngine engine;
 
-// The kernels that ran since the last time somebody asked.
+// The kernels that ran since the last call.
 std::string kernels_that_ran() {
   std::string names;
   for (const PathRecord& record : stop_path_log()) {
@@ -118,7 +118,8 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
   return {y, bits};
 }
 
-// The kernel that a convolution's forward pass would take, "" for none, where a rule says so for `rule`.
+// The kernel that a convolution's forward pass would use ("" for none) if a rule takes this project's kernels
+// for the pass `rule`.
 std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, std::string_view backend,
                    std::string_view rule) {
   const BackendGuard with(backend == "native" ? Backend::kNative

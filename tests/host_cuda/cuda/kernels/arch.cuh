@@ -1,4 +1,4 @@
-// csrc/cuda/kernels/arch.cuh for a CPU: the same names, by plain C++ and the executor.
+// csrc/cuda/kernels/arch.cuh for a CPU: the same names, in plain C++ on top of the executor.
 #pragma once
 
 #include <bit>
@@ -35,7 +35,7 @@ PATCHCONV_DEVICE void warp_barrier() {
   const char nothing = 0;
   host_cuda::warp_exchange("a warp's barrier", &nothing, 1);
 }
-// What lane `from` brought to an exchange.
+// The value that lane `from` passed to an exchange.
 template <typename T>
 PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
   T value;
@@ -106,8 +106,8 @@ PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   std::memcpy(to, brought<Mine>(all, lane_index()).to, sizeof(to));
 }
 
-// a (16 x k) times b (k x 8) is added to c (16 x 8): each sum exact in float64, rounded once. Element turns a
-// register and the number of its part into a value.
+// c (16 x 8) += a (16 x k) b (k x 8): each sum is exact in float64 and rounded once. Element turns a register
+// and the number of its part into a value.
 template <int kDepth, typename Element>
 PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Mine {
@@ -157,7 +157,7 @@ template <>
 PATCHCONV_DEVICE float from_float<float>(float x) {
   return x;
 }
-// A NaN becomes the one that the device makes.
+// Every NaN becomes the one that the device gives.
 template <>
 PATCHCONV_DEVICE Half from_float<Half>(float x) {
   return {x != x ? uint16_t{0x7fff} : std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
@@ -183,7 +183,7 @@ struct PartOf {
     return to_float(T{static_cast<uint16_t>(both >> (16 * part))});
   }
 };
-// The unit reads the upper 19 bits.
+// Tensor cores read the upper 19 bits.
 struct UpperBits {
   float operator()(uint32_t bits, int) const { return std::bit_cast<float>(bits & 0xffffe000u); }
 };
