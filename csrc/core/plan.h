@@ -58,7 +58,7 @@ struct PlanRequest {
   int64_t whole_bytes = 0;      // what one stock call would need
   bool stock_is_slow = false;   // tiles are known to be much faster than one stock call
   bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
-  std::vector<int64_t> splits;  // empty: automatic; else one entry a dimension, each at least 1
+  std::vector<int64_t> splits;  // empty: automatic; else one entry per dimension, each at least 1
   int64_t limit = 0;            // bytes
   int64_t preferred_bytes = 0;  // more bytes in flight are slower (caches); 0: no preference
   bool copies = false;          // tiles are copied anyway, so that cutting columns costs nothing more

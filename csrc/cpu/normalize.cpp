@@ -36,9 +36,9 @@ using c10::irange;
 namespace {
 
 constexpr int64_t kLanes = 16;     // independent sums: enough for the adders' latency
-constexpr int64_t kBlock = 2048;   // elements a block along a row
+constexpr int64_t kBlock = 2048;   // elements per block along a row
 constexpr int64_t kTerms = 16;     // squares added in float32, at most
-constexpr int64_t kPixels = 64;    // pixels a block in channels_last
+constexpr int64_t kPixels = 64;    // pixels per block in channels_last
 constexpr int64_t kChunks = 64;    // parts of a channels_last image, at most
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 

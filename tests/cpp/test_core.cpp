@@ -207,7 +207,7 @@ void test_conv_rules() {
 }
 
 void test_build_facts() {
-  // Nothing of csrc/cuda/ is compiled in here, so nobody has registered.
+  // Nothing of csrc/cuda/ is compiled in here, so no facts are registered.
   CHECK(!cuda_facts().has_value());
   register_cuda_facts({13000, "8.0"});
   CHECK(cuda_facts().has_value());

@@ -1,11 +1,11 @@
 // The convolution kernels by name. tests/support/conv_kernels.py writes their cases.
 //
 // Numbers: the pass (0: small grid from the big one, 1: big from small, 2: weight), padding mode, images,
-// groups, channels a group of the big and of the small grid, strict, relu, workspace limit; then for each of
-// three dimensions big, small, kernel, stride, dilation, padding before and after, begin and end of the range
-// that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big channel, 3
-// taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight), scale, bias,
-// residual, bits written.
+// groups, channels per group of the big and of the small grid, strict, relu, workspace limit; then for each
+// of three dimensions big, small, kernel, stride, dilation, padding before and after, begin and end of the
+// range that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big
+// channel, 3 taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight),
+// scale, bias, residual, bits written.
 #include <vector>
 
 #include "case.h"

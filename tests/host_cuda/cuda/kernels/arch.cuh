@@ -115,7 +115,7 @@ PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], 
     float c[4];
   } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}};
   const unsigned char* all = host_cuda::warp_exchange("mma", &mine, sizeof(mine), [](unsigned char* all) {
-    constexpr int kEach = kDepth / 8;  // numbers a register
+    constexpr int kEach = kDepth / 8;  // numbers per register
     auto* lanes = reinterpret_cast<Mine*>(all);
     float left[16][kDepth], right[8][kDepth];
     for (int lane = 0; lane < kWarp; ++lane) {
