@@ -151,14 +151,14 @@ void set_conv_rules(int arch, const std::optional<py::list>& given) {
   patchconv::set_conv_rules(arch, std::move(rules));
 }
 
-bool prefers_own_kernel(int arch, const std::string& pass, const std::string& dtype,
-                        const std::string& layout, int64_t groups, int64_t sources, int64_t outputs,
-                        int64_t taps, int64_t stride, int64_t places) {
+bool prefers_native_kernel(int arch, const std::string& pass, const std::string& dtype,
+                           const std::string& layout, int64_t groups, int64_t sources, int64_t outputs,
+                           int64_t taps, int64_t stride, int64_t places) {
   if (layout != "NCHW" && layout != "channels_last") {
-    throw py::value_error("prefers_own_kernel: expected layout to be 'NCHW' or 'channels_last', got '" +
+    throw py::value_error("prefers_native_kernel: expected layout to be 'NCHW' or 'channels_last', got '" +
                           layout + "'");
   }
-  return patchconv::prefers_own_kernel(
+  return patchconv::prefers_native_kernel(
       arch, {pass, dtype, layout == "channels_last", groups, sources, outputs, taps, stride, places});
 }
 
@@ -308,7 +308,7 @@ PYBIND11_MODULE(_C, m) {
         "list of "
         "dicts, of which the first that matches decides; None takes them away.");
   m.def("has_conv_rules", &patchconv::has_conv_rules, py::arg("arch"));
-  m.def("prefers_own_kernel", &prefers_own_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
+  m.def("prefers_native_kernel", &prefers_native_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
         py::arg("dtype"), py::arg("layout"), py::arg("groups"), py::arg("sources"), py::arg("outputs"),
         py::arg("taps"), py::arg("stride"), py::arg("places"),
         "What the rules say of one pass of a convolution; False without a rule.");

@@ -9,7 +9,7 @@ namespace patchconv {
 
 // Whether this library records the call. The rest goes to stock PyTorch: calls without gradients, other
 // dtypes and layouts, forward-mode AD.
-inline bool ours(const at::Tensor& x) { return needs_node(x) && served(x) && !has_tangent(x); }
+inline bool use_lean_node(const at::Tensor& x) { return needs_node(x) && served(x) && !has_tangent(x); }
 
 // The base of activations: one input, and the function that is applied to it.
 class ActivationNode : public LeanNode {

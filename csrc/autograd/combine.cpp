@@ -90,7 +90,7 @@ Tensor cat(at::TensorList tensors, int64_t dim) {
 // ---------------------------------------------------------------------------------------------------------
 
 // Sums and products of two tensors of the same dtype and device, broadcast to each other.
-bool ours(const Tensor& a, const Tensor& b) {
+bool use_lean_node(const Tensor& a, const Tensor& b) {
   return needs_node(a, b) && served(a) && served(b) && a.scalar_type() == b.scalar_type() &&
          a.device() == b.device() && !has_tangent(a) && !has_tangent(b);
 }
@@ -136,7 +136,7 @@ auto add_node(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!ours(a, b)) return at::add(a, b, alpha);
+  if (!use_lean_node(a, b)) return at::add(a, b, alpha);
   const auto node = add_node(a, b, alpha);
   Tensor y;
   {
@@ -149,7 +149,7 @@ Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!ours(a, b) || a.is_view()) return a.add_(b, alpha);
+  if (!use_lean_node(a, b) || a.is_view()) return a.add_(b, alpha);
   torch::autograd::check_inplace(a, /*requires_grad=*/true);
   const auto node = add_node(a, b, alpha);
   {
@@ -185,7 +185,7 @@ class AddReluBackward final : public LeanNode {
 };
 
 Tensor add_relu(const Tensor& a, const Tensor& b) {
-  if (!ours(a, b) || a.sym_sizes() != b.sym_sizes()) {
+  if (!use_lean_node(a, b) || a.sym_sizes() != b.sym_sizes()) {
     static const auto sum = handle<Tensor(const Tensor&, const Tensor&, const Scalar&)>("add");
     static const auto relu = handle<Tensor(const Tensor&)>("relu");
     return relu.call(sum.call(a, b, 1));
@@ -225,7 +225,7 @@ class MulBackward final : public LeanNode {
 };
 
 Tensor mul(const Tensor& a, const Tensor& b) {
-  if (!ours(a, b)) return at::mul(a, b);
+  if (!use_lean_node(a, b)) return at::mul(a, b);
   const auto node = make_node<MulBackward>(a, b);
   auto take = [](Source& source, const Tensor& tensor, bool needed) {
     if (needed) {

@@ -30,7 +30,7 @@ OptionalTensor optional(const Tensor& tensor) {
 
 // A ConvSpec that outlives its call. All its numbers are stored as one list: one map entry per number would
 // cost more than a small convolution. `flags` belongs to the caller.
-struct OwnedSpec {
+struct StoredSpec {
   static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
     PaddingMode mode = PaddingMode::kZeros;
     parse_padding_mode(spec.padding_mode, &mode);  // the forward call has checked it
@@ -45,7 +45,7 @@ struct OwnedSpec {
     }
     ctx->saved_data["spec"] = std::move(numbers);
   }
-  explicit OwnedSpec(AutogradContext* ctx)
+  explicit StoredSpec(AutogradContext* ctx)
       : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
     size_t next = 6;
     auto list = [&] {
@@ -65,8 +65,8 @@ struct OwnedSpec {
     const at::IntArrayRef splits = list();
     if (numbers[5] != 0) spec.splits = splits;
   }
-  OwnedSpec(const OwnedSpec&) = delete;
-  OwnedSpec& operator=(const OwnedSpec&) = delete;
+  StoredSpec(const StoredSpec&) = delete;
+  StoredSpec& operator=(const StoredSpec&) = delete;
 
   std::vector<int64_t> numbers;
   int64_t flags;
@@ -149,8 +149,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
     const bool has_bias = bias.has_value() && bias->defined();
-    OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
-                                   static_cast<int64_t>(backend()) << 2);
+    StoredSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
+                                    static_cast<int64_t>(backend()) << 2);
     if (given != nullptr) return *given;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
@@ -159,13 +159,13 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    const OwnedSpec owned(ctx);
-    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 2));
+    const StoredSpec stored(ctx);
+    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 2));
     const auto saved = ctx->get_saved_variables();
-    const auto mask = wanted(ctx, {true, true, (owned.flags & 1) != 0});
-    const Tensor input = mask[1] && (owned.flags & 2) != 0 ? linked_value(ctx) : saved[0];
+    const auto mask = wanted(ctx, {true, true, (stored.flags & 1) != 0});
+    const Tensor input = mask[1] && (stored.flags & 2) != 0 ? linked_value(ctx) : saved[0];
     std::tie(result[0], result[1], result[2]) = call_conv_backward(
-        owned.spec, grads[0], optional(input), optional(saved[1]), saved_sizes(ctx, "input_size", saved[0]),
+        stored.spec, grads[0], optional(input), optional(saved[1]), saved_sizes(ctx, "input_size", saved[0]),
         saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }
@@ -191,7 +191,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     ctx->save_for_backward({grad_output, save_input ? *input : Tensor(), save_weight ? *weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input_size);
     save_sizes(ctx, "weight_size", save_weight, weight_size);
-    OwnedSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
+    StoredSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_input, grad_weight, grad_bias] =
         call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, mask);
@@ -206,9 +206,9 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
   // for.
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
-    const OwnedSpec owned(ctx);
-    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 5));
-    const auto flag = [&](int bit) { return (owned.flags >> bit & 1) != 0; };
+    const StoredSpec stored(ctx);
+    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 5));
+    const auto flag = [&](int bit) { return (stored.flags >> bit & 1) != 0; };
     const variable_list grads = spread(outputs, {flag(0), flag(1), flag(2)});
     const auto saved = ctx->get_saved_variables();
     const Tensor& grad_output = saved[0];
@@ -217,20 +217,20 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     const auto want = wanted(ctx, {true, flag(3), flag(4)});
     auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; };
     if (want[0]) {
-      if (grads[0].defined()) add(result[0], call_conv(owned.spec, grads[0], saved[2], std::nullopt));
-      if (grads[1].defined()) add(result[0], call_conv(owned.spec, saved[1], grads[1], std::nullopt));
+      if (grads[0].defined()) add(result[0], call_conv(stored.spec, grads[0], saved[2], std::nullopt));
+      if (grads[1].defined()) add(result[0], call_conv(stored.spec, saved[1], grads[1], std::nullopt));
       if (grads[2].defined()) {
         std::vector<c10::SymInt> shape(grad_output.dim(), 1);
-        shape[grad_output.dim() - 1 - owned.spec.dims] = grads[2].sym_size(0);
+        shape[grad_output.dim() - 1 - stored.spec.dims] = grads[2].sym_size(0);
         add(result[0], grads[2].view_symint(shape).expand_symint(grad_output.sym_sizes()));
       }
     }
     if (want[1] && grads[1].defined()) {
-      result[1] = std::get<0>(call_conv_backward(owned.spec, grad_output, std::nullopt, grads[1], input_size,
+      result[1] = std::get<0>(call_conv_backward(stored.spec, grad_output, std::nullopt, grads[1], input_size,
                                                  weight_size, {true, false, false}));
     }
     if (want[2] && grads[0].defined()) {
-      result[2] = std::get<1>(call_conv_backward(owned.spec, grad_output, grads[0], std::nullopt, input_size,
+      result[2] = std::get<1>(call_conv_backward(stored.spec, grad_output, grads[0], std::nullopt, input_size,
                                                  weight_size, {false, true, false}));
     }
     return result;

@@ -217,29 +217,30 @@ Tensor by_channel(const char* name, const Tensor& x, const Noise& noise) {
 // ---------------------------------------------------------------------------------------------------------
 
 // Whether this library serves the call; the others go to stock PyTorch.
-bool ours_with(const char* name, const Tensor& x, double p) {
+bool serves_dropout(const char* name, const Tensor& x, double p) {
   TORCH_CHECK_VALUE(p >= 0 && p <= 1, name, ": expected p to be between 0 and 1, got ", p);
   return served(x) && !has_tangent(x);
 }
 
 Tensor dropout(const Tensor& x, double p) {
-  return ours_with("dropout", x, p) ? elementwise(x, plain(p), false) : at::dropout(x, p, true);
+  return serves_dropout("dropout", x, p) ? elementwise(x, plain(p), false) : at::dropout(x, p, true);
 }
 Tensor& dropout_(Tensor& x, double p) {
-  if (!ours_with("dropout_", x, p) || x.is_view()) return at::dropout_(x, p, true);
+  if (!serves_dropout("dropout_", x, p) || x.is_view()) return at::dropout_(x, p, true);
   elementwise(x, plain(p), true);
   return x;
 }
 Tensor alpha_dropout(const Tensor& x, double p) {
-  return ours_with("alpha_dropout", x, p) ? elementwise(x, alpha(p), false) : at::alpha_dropout(x, p, true);
+  return serves_dropout("alpha_dropout", x, p) ? elementwise(x, alpha(p), false)
+                                               : at::alpha_dropout(x, p, true);
 }
 Tensor feature_dropout(const Tensor& x, double p) {
-  return ours_with("feature_dropout", x, p) ? by_channel("feature_dropout", x, plain(p))
-                                            : at::feature_dropout(x, p, true);
+  return serves_dropout("feature_dropout", x, p) ? by_channel("feature_dropout", x, plain(p))
+                                                 : at::feature_dropout(x, p, true);
 }
 Tensor feature_alpha_dropout(const Tensor& x, double p) {
-  return ours_with("feature_alpha_dropout", x, p) ? by_channel("feature_alpha_dropout", x, alpha(p))
-                                                  : at::feature_alpha_dropout(x, p, true);
+  return serves_dropout("feature_alpha_dropout", x, p) ? by_channel("feature_alpha_dropout", x, alpha(p))
+                                                       : at::feature_alpha_dropout(x, p, true);
 }
 
 void register_all(torch::Library& m) {

@@ -76,7 +76,7 @@ Tensor with_history(const Tensor& made, Node* grad_fn, uint32_t output) {
 
 }  // namespace
 
-std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
+std::optional<Link> Link::find(const Tensor& tensor, bool provide) {
   if (!recompute() || !tensor.requires_grad() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
     return std::nullopt;
   }
@@ -102,7 +102,7 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
   link.output = tensor.output_nr();
   if (link.grad_fn == nullptr || !leads_to(link.grad_fn, link.producer)) return std::nullopt;
   if (!link.producer->made_under(current_hooks())) return std::nullopt;
-  if (sure) link.producer->provide(made);
+  if (provide) link.producer->provide(made);
   return link;
 }
 
@@ -133,7 +133,7 @@ void Source::save(const Tensor& tensor, bool output) {
 
 void Source::note(const Tensor& tensor) {
   if (!recompute() || !tensor.defined()) return;
-  link_ = Link::find(tensor, /*sure=*/false);
+  link_ = Link::find(tensor, /*provide=*/false);
   if (tensor.is_inference()) return;
   noted_.emplace(tensor.getIntrusivePtr());
   version_ = tensor._version();
@@ -196,22 +196,22 @@ int64_t LeanNode::cost(int depth) const {
   return sum;
 }
 
-struct LeanNode::Plan {
+struct LeanNode::ToSave {
   std::unordered_map<const LeanNode*, int64_t> writes;  // per node visited; -1: cannot be rebuilt
   std::vector<const LeanNode*> served;                  // the nodes that can be rebuilt
   std::vector<std::pair<LeanNode*, Source*>> promoted;  // operands to be saved, with their nodes
 };
 
-bool LeanNode::plan(Plan& plan, int depth) {
+bool LeanNode::collect(ToSave& found, int depth) {
   if (released_ || !known_ || depth > kDeepest) return false;
-  const auto [entry, is_new] = plan.writes.try_emplace(this, -1);
+  const auto [entry, is_new] = found.writes.try_emplace(this, -1);
   if (!is_new) return entry->second >= 0;
   if (ready(depth)) {
-    plan.writes[this] = cost(depth);
+    found.writes[this] = cost(depth);
     return true;
   }
   const auto needed = sources();
-  const size_t promoted = plan.promoted.size(), count = plan.served.size();
+  const size_t promoted = found.promoted.size(), count = found.served.size();
   int64_t writes = numel_;
   const bool served = !needed.empty() && std::all_of(needed.begin(), needed.end(), [&](Source* source) {
     if (source->available(depth + 1)) {
@@ -219,31 +219,31 @@ bool LeanNode::plan(Plan& plan, int depth) {
       return true;
     }
     LeanNode* producer = source->linked();
-    if (producer != nullptr && producer->made_under(current_hooks()) && producer->plan(plan, depth + 1)) {
-      writes += plan.writes[producer];
+    if (producer != nullptr && producer->made_under(current_hooks()) && producer->collect(found, depth + 1)) {
+      writes += found.writes[producer];
       return true;
     }
     if (!may_promote() || !source->promotable().defined()) return false;
-    plan.promoted.emplace_back(this, source);
+    found.promoted.emplace_back(this, source);
     return true;
   });
   if (!served || writes > kMostWrites * numel_) {
     // The operands collected for this node will not be saved, so nodes that rely on them cannot be rebuilt
     // either.
-    plan.promoted.resize(promoted);
-    for (size_t i = count; i < plan.served.size(); ++i) plan.writes[plan.served[i]] = -1;
-    plan.served.resize(count);
+    found.promoted.resize(promoted);
+    for (size_t i = count; i < found.served.size(); ++i) found.writes[found.served[i]] = -1;
+    found.served.resize(count);
     return false;
   }
-  plan.writes[this] = writes;
-  plan.served.push_back(this);
+  found.writes[this] = writes;
+  found.served.push_back(this);
   return true;
 }
 
 bool LeanNode::secure() {
   if (ready()) return true;
-  Plan all;
-  if (!plan(all, 0)) return false;
+  ToSave all;
+  if (!collect(all, 0)) return false;
   int64_t bytes = 0;
   std::unordered_set<const void*> counted;
   for (const auto& [node, source] : all.promoted) {

@@ -42,9 +42,9 @@ class LeanNode;
 // A link to a tensor that a LeanNode can rebuild: the node's output, or a view of it. It does not keep the
 // node alive: the consumer's edge does, since the tensor has a gradient.
 struct Link {
-  // A link whose value() is `tensor`, or nothing if no LeanNode produced it. With `sure`, the producer
+  // A link whose value() is `tensor`, or nothing if no LeanNode produced it. With `provide`, the producer
   // provides the value from now on (LeanNode::provide).
-  static std::optional<Link> find(const at::Tensor& tensor, bool sure = true);
+  static std::optional<Link> find(const at::Tensor& tensor, bool provide = true);
   // Rebuilds the tensor. `fresh`, if given, is set to whether only the caller holds it and may write to it.
   at::Tensor value(bool* fresh = nullptr) const;
 
@@ -142,9 +142,9 @@ class LeanNode : public torch::autograd::Node {
   at::Tensor with_flat_slope(const at::Tensor& gradient) const;
 
  private:
-  // What secure() would save. plan() fills it without side effects and returns whether that is enough.
-  struct Plan;
-  bool plan(Plan& plan, int depth);
+  // What secure() would save. collect() fills it without side effects and returns whether that is enough.
+  struct ToSave;
+  bool collect(ToSave& found, int depth);
 
   const char* name_;
   const Backend made_with_ = backend();  // also used in backward and for rebuilds
@@ -180,7 +180,7 @@ auto make_node(const Tensors&... tensors) {
 }
 
 // Whether nothing else holds an incoming gradient, so that the node may write over it.
-inline bool nobody_else_has(const at::Tensor& grad) {
+inline bool solely_owned(const at::Tensor& grad) {
   return grad.use_count() == 1 && grad.has_storage() && grad.storage().use_count() == 1 &&
          grad.is_non_overlapping_and_dense();
 }

@@ -107,7 +107,7 @@ class MaskedBackward final : public ActivationNode {
 };
 
 Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!ours(x)) return stock_masked(x, mask, a, b);
+  if (!use_lean_node(x)) return stock_masked(x, mask, a, b);
   const auto node = make_node<MaskedBackward>(x);
   node->mask = mask;
   node->a = a.toDouble();
@@ -130,7 +130,8 @@ Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
 }
 
 Tensor& masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!ours(x) || x.is_view() || !x.is_non_overlapping_and_dense()) return stock_masked_(x, mask, a, b);
+  if (!use_lean_node(x) || x.is_view() || !x.is_non_overlapping_and_dense())
+    return stock_masked_(x, mask, a, b);
   torch::autograd::check_inplace(x, /*requires_grad=*/true);
   const auto node = make_node<MaskedBackward>(x);
   node->mask = mask;

@@ -21,7 +21,7 @@ using at::Tensor;
 
 namespace {
 
-bool ours(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+bool use_lean_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   return needs_node(input, weight, bias) && served(input) && !has_tangent(input) && !has_tangent(weight) &&
          !has_tangent(bias);
 }
@@ -149,7 +149,7 @@ class BatchNormBackward final : public NormNode {
       }
       const Tensor x = input.get(*this);
       Tensor grad_input, grad_weight, grad_bias;
-      if (want[0] && x.is_cpu() && nobody_else_has(grad) && grad.strides() == x.strides() &&
+      if (want[0] && x.is_cpu() && solely_owned(grad) && grad.strides() == x.strides() &&
           grad.scalar_type() == x.scalar_type() && activation != Activation::kSilu) {
         grad_input = grad;
         std::tie(grad_weight, grad_bias) =
@@ -275,7 +275,7 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
   const auto fits = [&](const OptionalTensor& parameter) {
     return !parameter.has_value() || !parameter->defined() || parameter->numel() == input.size(1);
   };
-  if (!ours(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
+  if (!use_lean_node(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
       !fits(weight) || !fits(bias) || input.numel() == 0)
     return stock_activation(at::group_norm(input, groups, weight, bias, eps), kActivation);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
@@ -322,7 +322,7 @@ class LayerNormBackward final : public NormNode {
 
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  if (!ours(input, weight, bias) || input.numel() == 0)
+  if (!use_lean_node(input, weight, bias) || input.numel() == 0)
     return at::layer_norm_symint(input, shape, weight, bias, eps);
   Tensor y, mean, rstd;
   {
@@ -362,7 +362,7 @@ class RmsNormBackward final : public NormNode {
 
 Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                 std::optional<double> eps) {
-  if (!ours(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
+  if (!use_lean_node(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
   Tensor y;
   {
     const at::NoGradGuard no_grad;

@@ -52,7 +52,7 @@ class RemadeBackward final : public LeanNode {
 Tensor remade(const Tensor& x, std::function<Tensor(const Tensor&)> make) {
   Tensor y = make(x);
   // Autocast may have computed in another dtype; then x alone is not enough to rebuild y.
-  if (!ours(x) || y.is_view() || y.is_same(x) || y.scalar_type() != x.scalar_type()) return y;
+  if (!use_lean_node(x) || y.is_view() || y.is_same(x) || y.scalar_type() != x.scalar_type()) return y;
   const auto node = make_node<RemadeBackward>(y);
   node->input.note(x);
   node->make = std::move(make);
@@ -131,8 +131,8 @@ Tensor pad(const Tensor& x, IntArrayRef pad, c10::string_view mode, std::optiona
     });
   }
   Tensor y;
-  if (!ours(x) || value || pad.size() % 2 != 0 || (x.dim() != dims + 1 && x.dim() != dims + 2) || dims > 3 ||
-      dims < 1) {
+  if (!use_lean_node(x) || value || pad.size() % 2 != 0 || (x.dim() != dims + 1 && x.dim() != dims + 2) ||
+      dims > 3 || dims < 1) {
     return at::pad(x, pad, mode, value);
   }
   {

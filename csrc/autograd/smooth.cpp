@@ -160,7 +160,7 @@ auto smooth_node(const Tensor& x, const Numbers& numbers) {
 
 template <typename Kind>
 Tensor smooth(const Tensor& x, const Numbers& numbers) {
-  if (!ours(x)) return Kind::value(x, numbers);
+  if (!use_lean_node(x)) return Kind::value(x, numbers);
   const auto node = smooth_node<Kind>(x, numbers);
   if constexpr (from_output<Kind>) {
     node->input.note(x);
@@ -179,7 +179,7 @@ Tensor smooth(const Tensor& x, const Numbers& numbers) {
 
 template <typename Kind>
 Tensor& smooth_(Tensor& x, const Numbers& numbers) {
-  if (!ours(x) || x.is_view()) return Kind::value_(x, numbers);
+  if (!use_lean_node(x) || x.is_view()) return Kind::value_(x, numbers);
   torch::autograd::check_inplace(x, /*requires_grad=*/true);
   const auto node = smooth_node<Kind>(x, numbers);
   if constexpr (from_output<Kind>) {
@@ -187,7 +187,7 @@ Tensor& smooth_(Tensor& x, const Numbers& numbers) {
   } else {
     // The input is about to be written over: it comes from its producer if that can rebuild it without saving
     // it, else from a copy.
-    const auto link = Link::find(x, /*sure=*/false);
+    const auto link = Link::find(x, /*provide=*/false);
     node->input.keep(link && link->producer->secure() ? x : x.clone());
   }
   {

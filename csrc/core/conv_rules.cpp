@@ -62,7 +62,7 @@ bool ConvRule::matches(const ConvQuery& query) const {
 
 bool has_conv_rules(int arch) { return rules_of(arch) != nullptr; }
 
-bool prefers_own_kernel(int arch, const ConvQuery& query) {
+bool prefers_native_kernel(int arch, const ConvQuery& query) {
   const auto* rules = rules_of(arch);
   if (rules == nullptr) return false;
   for (const ConvRule& rule : *rules) {

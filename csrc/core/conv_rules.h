@@ -44,7 +44,7 @@ struct ConvRule {
 };
 
 // `arch` is 90 for sm_90. The first rule that matches decides.
-bool prefers_own_kernel(int arch, const ConvQuery& query);
+bool prefers_native_kernel(int arch, const ConvQuery& query);
 bool has_conv_rules(int arch);
 
 // Replaces an architecture's table; std::nullopt removes it. A table may be empty: measured, and none of this

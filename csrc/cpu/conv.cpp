@@ -156,8 +156,8 @@ class CpuEngine : public ConvEngine {
         products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : widest_fast_padding(problem);
     // Stock's own choice of algorithm depends on the number of threads, so a tile that stock computes gets
     // all of them.
-    const bool own_way = products || direct || (onednn && pass == ConvPass::kSmall);
-    style.threads = own_way && !at::in_parallel_region() ? at::get_num_threads() : 1;
+    const bool without_stock = products || direct || (onednn && pass == ConvPass::kSmall);
+    style.threads = without_stock && !at::in_parallel_region() ? at::get_num_threads() : 1;
     return style;
   }
 

@@ -134,17 +134,17 @@ void move_tile(TileMove move, const Tensor& tensor, const Region& region, Paddin
   m.tile_n = tile.stride(0);
   m.tile_c = tile.stride(1);
   for (const auto d : irange<int64_t>(3)) {
-    const int64_t own = d - (3 - spatial);  // two dimensions: h and w, after a depth of one
-    if (own < 0) {
+    const int64_t spatial_d = d - (3 - spatial);  // two dimensions: h and w, after a depth of one
+    if (spatial_d < 0) {
       m.size[d] = 1;
       m.index[d] = {0};
       m.tensor_stride[d] = m.tile_stride[d] = 0;
       continue;
     }
-    m.size[d] = region.ranges[own].size();
-    m.index[d] = source_indices(mode, region.ranges[own], tensor.size(2 + own));
-    m.tensor_stride[d] = tensor.stride(2 + own);
-    m.tile_stride[d] = tile.stride(2 + own);
+    m.size[d] = region.ranges[spatial_d].size();
+    m.index[d] = source_indices(mode, region.ranges[spatial_d], tensor.size(2 + spatial_d));
+    m.tensor_stride[d] = tensor.stride(2 + spatial_d);
+    m.tile_stride[d] = tile.stride(2 + spatial_d);
   }
   const Range columns = region.ranges.back();
   const Range inside = intersect(columns, {0, tensor.size(-1)});

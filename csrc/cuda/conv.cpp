@@ -68,23 +68,23 @@ class CudaEngine : public ConvEngine {
     return true;
   }
 
-  OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                       at::MemoryFormat format) const override {
-    return choose_own_kernel(problem, pass, dtype, format);
+  NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                             at::MemoryFormat format) const override {
+    return choose_native_kernel(problem, pass, dtype, format);
   }
-  bool own_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
-    return own_kernel_writes_bits(problem, pass, target);
+  bool native_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
+    return native_kernel_writes_bits(problem, pass, target);
   }
-  void own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
-                const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
-    run_own_grid(problem, pass, source, bits, weight, epilogue, target);
+  void native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                   const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
+    run_native_grid(problem, pass, source, bits, weight, epilogue, target);
   }
-  Tensor own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                    const Tensor& bits) const override {
-    return run_own_weight(problem, big, small, bits);
+  Tensor native_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                       const Tensor& bits) const override {
+    return run_native_weight(problem, big, small, bits);
   }
-  Tensor own_bias(const Tensor& grad, const Tensor& bits) const override {
-    return run_own_channel_sums(grad, bits);
+  Tensor native_bias(const Tensor& grad, const Tensor& bits) const override {
+    return run_native_channel_sums(grad, bits);
   }
 };
 

@@ -234,7 +234,7 @@ bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType d
     query.stride = std::max(query.stride, dim.stride);
     query.places *= dim.small;
   }
-  return prefers_own_kernel(arch, query);
+  return prefers_native_kernel(arch, query);
 }
 
 void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pieces) {
@@ -250,29 +250,30 @@ void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pi
 
 }  // namespace
 
-OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                            at::MemoryFormat format) {
+NativeKernel choose_native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                                  at::MemoryFormat format) {
   const bool asked = backend() == Backend::kNative;
   if (!asked && (backend() == Backend::kAten || !measured_faster(problem, pass, dtype, format))) return {};
   const Type type = type_of(dtype);
   const Kernel kernel = kernel_for(problem, pass, type);
   if (!asked && (kernel == Kernel::kPlain || kernel == Kernel::kGather)) return {};
-  OwnKernel own{kNames[static_cast<int>(kernel)]};
+  NativeKernel result{kNames[static_cast<int>(kernel)]};
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {
-    own.workspace =
+    result.workspace =
         element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
   } else if (kernel == Kernel::kStem) {
-    own.workspace = element * stem_elements(problem, pass, type);
+    result.workspace = element * stem_elements(problem, pass, type);
   } else if (kernel == Kernel::kWeight) {
-    own.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
+    result.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
   } else if (kernel == Kernel::kDepthwiseWeight) {
-    own.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
+    result.workspace =
+        4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
   }
-  return own;
+  return result;
 }
 
-bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) {
+bool native_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) {
   const Kernel kernel = kernel_for(problem, pass, type_of(target.scalar_type()));
   const bool depthwise = kernel == Kernel::kDepthwise;
   if (!depthwise && kernel != Kernel::kStem && kernel != Kernel::kTiles) return false;
@@ -289,8 +290,8 @@ bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Ten
   return all;
 }
 
-void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
-                  const Tensor& weight, const Epilogue& epilogue, const Tensor& target) {
+void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                     const Tensor& weight, const Epilogue& epilogue, const Tensor& target) {
   const auto dense = [&](const std::optional<Tensor>& vector, at::ScalarType dtype) {
     return vector.has_value() && vector->defined() ? vector->to(dtype).contiguous() : Tensor();
   };
@@ -350,8 +351,8 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   record(problem, pass, kernel, pieces);
 }
 
-Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                      const Tensor& bits) {
+Tensor run_native_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                         const Tensor& bits) {
   Tensor weight = at::empty(problem.weight_sizes(), big.options());
   const Type type = type_of(big.scalar_type());
   const kernels::Stream stream = current_stream(big);
@@ -378,7 +379,7 @@ Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tenso
   return weight;
 }
 
-Tensor run_own_channel_sums(const Tensor& source, const Tensor& bits) {
+Tensor run_native_channel_sums(const Tensor& source, const Tensor& bits) {
   Tensor sums = at::empty({source.size(1)}, source.options());
   const Type type = type_of(source.scalar_type());
   kernels::ConvChannelSums call;

@@ -79,7 +79,7 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   result.plan = find_route(*engine, problem, pass, facts).plan;
   result.tiles.assign(result.plan.pieces.begin() + (problem.lifted ? 1 : 0), result.plan.pieces.end());
   result.reason = result.plan.explanation(workspace_limit());
-  result.kernel = engine->own_kernel(problem, pass, facts.dtype, facts.format);
+  result.kernel = engine->native_kernel(problem, pass, facts.dtype, facts.format);
   if (result.kernel) {
     result.tiles.assign(dims, 1);
     if (!problem.splits.empty()) {

@@ -26,7 +26,7 @@ struct ConvQuestion {
 
 struct ConvExplanation {
   TilePlan plan;
-  OwnKernel kernel;            // used instead of stock operators
+  NativeKernel kernel;         // used instead of stock operators
   std::vector<int64_t> tiles;  // per spatial dimension of the operator
   std::vector<int64_t> output_size;
   std::string reason;

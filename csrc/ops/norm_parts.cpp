@@ -72,8 +72,8 @@ bool by_native_kernels(const Tensor& x) {
 // In its own layout where the device serves that, else contiguous. Called before the dispatcher, where fake
 // tensors still know their device.
 Tensor laid_out_for_groups(const Tensor& x) {
-  const bool own = x.is_cpu() || by_native_kernels(x);
-  return x.contiguous(own ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
+  const bool keeps_layout = x.is_cpu() || by_native_kernels(x);
+  return x.contiguous(keeps_layout ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {

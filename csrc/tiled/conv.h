@@ -93,7 +93,7 @@ struct Epilogue {
 };
 
 // One of this project's kernels on a device. It computes a pass, or a piece of it, in one go.
-struct OwnKernel {
+struct NativeKernel {
   const char* name = nullptr;  // null: stock operators are used
   int64_t workspace = 0;       // transient bytes, at most
 
@@ -141,21 +141,21 @@ class ConvEngine {
   virtual bool prefers_convolution() const;
 
   // The kernel of this project to use for the pass, if any; `format` is that of the tensor that is written.
-  virtual OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                               at::MemoryFormat format) const;
-  // Whether own_grid() can write the bits of an epilogue to a grid of this form.
-  virtual bool own_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target) const;
+  virtual NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                                     at::MemoryFormat format) const;
+  // Whether native_grid() can write the bits of an epilogue to a grid of this form.
+  virtual bool native_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target) const;
   // Writes the grid that `pass` computes. `bits`, if defined, are in the memory order of the source: elements
   // whose bit is 0 count as zero. The grid is cut if the problem asks for it, without changing a bit of the
   // result.
-  virtual void own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
-                        const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
-                        const at::Tensor& target) const;
+  virtual void native_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
+                           const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
+                           const at::Tensor& target) const;
   // The weight's gradient; `bits` belong to the gradient of the operator's output.
-  virtual at::Tensor own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
-                                const at::Tensor& bits) const;
+  virtual at::Tensor native_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                                   const at::Tensor& bits) const;
   // The bias's gradient (C) from the output's gradient, of which elements count whose bit is 1.
-  virtual at::Tensor own_bias(const at::Tensor& grad, const at::Tensor& bits) const;
+  virtual at::Tensor native_bias(const at::Tensor& grad, const at::Tensor& bits) const;
 };
 
 // Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.

@@ -40,15 +40,15 @@ std::tuple<Tensor, Tensor> conv2d_fused(const Tensor& input, const Tensor& weigh
   const TensorFacts facts = tensor_facts(problem, x, weight);
   Tensor y, bits;
   const bool empty = x.numel() == 0 || c10::multiply_integers(sizes) == 0;
-  if (!empty && engine.own_kernel(problem, ConvPass::kSmall, facts.dtype, facts.format)) {
+  if (!empty && engine.native_kernel(problem, ConvPass::kSmall, facts.dtype, facts.format)) {
     const Tensor whole =
         at::empty(problem.small_sizes(problem.batch), x.options().memory_format(facts.format));
     Epilogue epilogue{bias, scale, std::nullopt, relu};
     if (given(residual)) epilogue.residual = lift(*residual);
-    if (mask && relu && engine.own_bits(problem, ConvPass::kSmall, whole)) {
+    if (mask && relu && engine.native_bits(problem, ConvPass::kSmall, whole)) {
       epilogue.bits = bits = at::empty({mask_bytes(whole.numel())}, x.options().dtype(at::kByte));
     }
-    engine.own_grid(problem, ConvPass::kSmall, x, Tensor(), weight, epilogue, whole);
+    engine.native_grid(problem, ConvPass::kSmall, x, Tensor(), weight, epilogue, whole);
     y = lift.undo(whole);
     if (mask && relu && !bits.defined()) bits = mask_pack(y, Mask::kRelu, 0, 0);
   } else {

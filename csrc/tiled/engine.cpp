@@ -168,22 +168,22 @@ void ConvEngine::correlate(const Tensor& big, const Tensor& small, const ConvPro
 
 bool ConvEngine::prefers_convolution() const { return false; }
 
-OwnKernel ConvEngine::own_kernel(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
+NativeKernel ConvEngine::native_kernel(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
   return {};
 }
 
-bool ConvEngine::own_bits(const ConvProblem&, ConvPass, const Tensor&) const { return false; }
+bool ConvEngine::native_bits(const ConvProblem&, ConvPass, const Tensor&) const { return false; }
 
-void ConvEngine::own_grid(const ConvProblem&, ConvPass, const Tensor&, const Tensor&, const Tensor&,
-                          const Epilogue&, const Tensor&) const {
+void ConvEngine::native_grid(const ConvProblem&, ConvPass, const Tensor&, const Tensor&, const Tensor&,
+                             const Epilogue&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
-Tensor ConvEngine::own_weight(const ConvProblem&, const Tensor&, const Tensor&, const Tensor&) const {
+Tensor ConvEngine::native_weight(const ConvProblem&, const Tensor&, const Tensor&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
-Tensor ConvEngine::own_bias(const Tensor&, const Tensor&) const {
+Tensor ConvEngine::native_bias(const Tensor&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 

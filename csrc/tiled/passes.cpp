@@ -263,8 +263,8 @@ Tensor flipped_weight(const ConvProblem& problem, const Tensor& weight) {
 void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& big,
                 const Tensor& weight, const OptionalTensor& bias, const Tensor& small) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kSmall, big.scalar_type());
-  const Tensor own_weight = weight.to(style.dtype);
-  const OptionalTensor own_bias = cast(bias, style.dtype);
+  const Tensor tile_weight = weight.to(style.dtype);
+  const OptionalTensor tile_bias = cast(bias, style.dtype);
   PathRecorder recorder(problem, ConvPass::kSmall, plan);
   for_each_tile(engine, problem, ConvPass::kSmall, plan, [&](const Region& region, int64_t) {
     if (problem.gather.has_value()) {
@@ -272,15 +272,15 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
       const Tensor sum =
           gather_tile(problem, region, small.size(1), small, style, [&](const Region& part, Region*) {
             const BigTile tile = load_big(engine, problem, big, part, style);
-            return engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding);
+            return engine.convolve(tile.tensor, tile_weight, tile_bias, problem, tile.padding);
           });
       return engine.store(sum, region, small);
     }
     const BigTile tile = load_big(engine, problem, big, region, style);
     recorder.tile(tile.view);
-    if (engine.convolve_into(tile.tensor, own_weight, own_bias, problem, tile.padding, region.view(small)))
+    if (engine.convolve_into(tile.tensor, tile_weight, tile_bias, problem, tile.padding, region.view(small)))
       return;
-    engine.store(engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding), region, small);
+    engine.store(engine.convolve(tile.tensor, tile_weight, tile_bias, problem, tile.padding), region, small);
   });
   recorder.finish();
 }
@@ -288,8 +288,8 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
 void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& small,
               const Tensor& weight, const OptionalTensor& bias, const Tensor& big) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kBig, small.scalar_type());
-  const Tensor own_weight = weight.to(style.dtype);
-  const OptionalTensor own_bias = cast(bias, style.dtype);
+  const Tensor tile_weight = weight.to(style.dtype);
+  const OptionalTensor tile_bias = cast(bias, style.dtype);
   const auto stride = values(problem, &ConvDim::stride);
   const auto dilation = values(problem, &ConvDim::dilation);
   const std::vector<int64_t> output_padding(problem.dims.size(), 0);
@@ -311,7 +311,7 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
       skip[d] = range.begin - reached.begin - crop[d];
       covered->ranges[d] = range;
     }
-    Tensor tile = at::convolution(load_small(engine, small, source, style), own_weight, own_bias, stride,
+    Tensor tile = at::convolution(load_small(engine, small, source, style), tile_weight, tile_bias, stride,
                                   crop, dilation, /*transposed=*/true, output_padding, problem.groups);
     for (const auto d : irange(count)) tile = tile.narrow(2 + d, skip[d], covered->ranges[d].size());
     return tile;
@@ -327,8 +327,8 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
     if (!tile.defined() || covered.sizes(1) != region.sizes(1)) {
       // Coordinates that no kernel reaches.
       const Tensor rest = region.view(big);
-      if (own_bias.has_value()) {
-        rest.copy_(bias_shaped(*own_bias, rest.dim()).expand_as(rest));
+      if (tile_bias.has_value()) {
+        rest.copy_(bias_shaped(*tile_bias, rest.dim()).expand_as(rest));
       } else {
         rest.zero_();
       }

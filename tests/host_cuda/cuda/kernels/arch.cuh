@@ -37,7 +37,7 @@ PATCHCONV_DEVICE void warp_barrier() {
 }
 // The value that lane `from` passed to an exchange.
 template <typename T>
-PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
+PATCHCONV_DEVICE T lane_value(const unsigned char* all, int from) {
   T value;
   std::memcpy(&value, all + sizeof(T) * static_cast<size_t>(from), sizeof(T));
   return value;
@@ -45,11 +45,11 @@ PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
 
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
-  return brought<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
 }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
-  return brought<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane % kWarp);
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane % kWarp);
 }
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
   const unsigned char* all = host_cuda::warp_exchange("a ballot", &vote, 1);
@@ -61,7 +61,7 @@ PATCHCONV_DEVICE uint32_t match_any(uint32_t value) {
   const unsigned char* all = host_cuda::warp_exchange("a match", &value, sizeof(value));
   uint32_t result = 0;
   for (int lane = 0; lane < kWarp; ++lane) {
-    result |= static_cast<uint32_t>(brought<uint32_t>(all, lane) == value) << lane;
+    result |= static_cast<uint32_t>(lane_value<uint32_t>(all, lane) == value) << lane;
   }
   return result;
 }
@@ -103,7 +103,7 @@ PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
           }
         }
       });
-  std::memcpy(to, brought<Mine>(all, lane_index()).to, sizeof(to));
+  std::memcpy(to, lane_value<Mine>(all, lane_index()).to, sizeof(to));
 }
 
 // c (16 x 8) += a (16 x k) b (k x 8): each sum is exact in float64 and rounded once. Element turns a register
@@ -138,7 +138,7 @@ PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], 
       }
     }
   });
-  std::memcpy(c, brought<Mine>(all, lane_index()).c, sizeof(c));
+  std::memcpy(c, lane_value<Mine>(all, lane_index()).c, sizeof(c));
 }
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
