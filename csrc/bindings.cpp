@@ -285,7 +285,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("conv", torch::wrap_pybind_function_no_gil(&conv),
         "torch.ops.patchconv.conv{dims}d, with every argument a list.");
   m.def("conv_given", torch::wrap_pybind_function_no_gil(&conv_given),
-        "conv() whose value the caller has computed: makes its node for backward.");
+        "conv() with an output that the caller has computed: only the node for backward is made.");
   m.def("conv_transpose", torch::wrap_pybind_function_no_gil(&conv_transpose),
         "torch.ops.patchconv.conv_transpose{dims}d, with every argument a list.");
   m.def("workspace_limit", &patchconv::workspace_limit,
@@ -294,7 +294,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("backend", &patchconv::backend_name);
   m.def("set_backend", &patchconv::set_backend, py::arg("name"));
   m.def("recompute", &patchconv::recompute,
-        "Whether nodes make an input again from its producer instead of saving it.");
+        "Whether nodes rebuild an input from its producer instead of saving it.");
   m.def("set_recompute", &patchconv::set_recompute, py::arg("on"));
   m.def("last_path", [] { return path_dict(patchconv::last_path()); });
   m.def("start_path_log", &patchconv::start_path_log);
@@ -303,10 +303,10 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& record : patchconv::stop_path_log()) records.append(path_dict(record));
     return records;
   });
-  m.def("set_conv_rules", &set_conv_rules, py::arg("arch"), py::arg("rules").none(true),
-        "Where backend 'auto' takes the project's own kernels on GPUs of this architecture (90 for sm_90): a "
-        "list of "
-        "dicts, of which the first that matches decides; None takes them away.");
+  m.def(
+      "set_conv_rules", &set_conv_rules, py::arg("arch"), py::arg("rules").none(true),
+      "Where backend 'auto' uses this project's kernels on GPUs of this architecture (90 for sm_90): a list "
+      "of dicts, of which the first that matches decides; None removes the table.");
   m.def("has_conv_rules", &patchconv::has_conv_rules, py::arg("arch"));
   m.def("prefers_native_kernel", &prefers_native_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
         py::arg("dtype"), py::arg("layout"), py::arg("groups"), py::arg("sources"), py::arg("outputs"),

@@ -97,10 +97,9 @@ Tensor linked_value(AutogradContext* ctx) {
   const bool same =
       running && running->num_outputs() > 0 && running->next_edge(0).function.get() == link.grad_fn;
   if (same) link.output = running->next_edge(0).input_nr;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      same,
-      "patchconv: compiled autograd is not served where an input is made again from its "
-      "producer; call patchconv_native.recompute(False) before the forward pass");
+  TORCH_CHECK_NOT_IMPLEMENTED(same,
+                              "patchconv: compiled autograd cannot rebuild an input from its producer; call "
+                              "patchconv_native.recompute(False) before the forward pass");
   return link.value();
 }
 

@@ -60,7 +60,7 @@ class ConvReluBackward final : public LeanNode {
     return grads;
   }
   // Too expensive to rebuild: consumers that need the output save it.
-  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "a convolution is not made again"); }
+  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "a convolution is not rebuilt"); }
   std::vector<Source*> sources() override { return {&never_}; }
   std::vector<Source*> others() override { return {&input, &weight, &bits}; }
   void output_was_saved() override { bits.release(); }

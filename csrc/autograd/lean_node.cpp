@@ -282,7 +282,7 @@ Tensor LeanNode::value(bool* fresh) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
   const BackendGuard as_before(made_with_);
   Tensor result = rebuild();
-  TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": made again in ", result.scalar_type());
+  TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": rebuilt in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
     // Consumers that keep a view of the output rely on its layout.
     result = at::empty_strided(result.sizes(), strides_, result.options()).copy_(result);

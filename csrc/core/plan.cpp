@@ -201,11 +201,11 @@ std::string TilePlan::explanation(int64_t limit) const {
       text = "splits were given";
       break;
     case PlanReason::kPadding:
-      text =
-          "the padding is made by the geometry, tile by tile, in place of a padded copy of the whole input";
+      text = "padding is added tile by tile, in place of a padded copy of the whole input";
       break;
     case PlanReason::kFaster:
-      text = "one call would fit, but stock is slow with padding this wide, this precision or this size";
+      text =
+          "one call would fit, but stock PyTorch is slow with padding this wide, this precision or this size";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +

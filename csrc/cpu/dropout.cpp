@@ -112,10 +112,12 @@ PATCHCONV_DROP(c10::Half, float)
 #undef PATCHCONV_DROP
 
 Tensor dropout(const Tensor& input, const Tensor& seed, double p, double scale, double shift, double fill) {
-  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: p must be between 0 and 1, got ", p);
+  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: expected p to be between 0 and 1, got ", p);
   TORCH_CHECK(seed.scalar_type() == at::kLong && seed.numel() == 1,
-              "patchconv::_dropout: seed must be one int64");
-  TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_dropout: input must be dense");
+              "patchconv::_dropout: expected seed to be one int64, got ", seed.sizes(), " of ",
+              seed.scalar_type());
+  TORCH_CHECK(input.is_non_overlapping_and_dense(),
+              "patchconv::_dropout: expected input to be dense, got strides ", input.strides());
   Tensor output = at::empty_like(input);
   TORCH_INTERNAL_ASSERT_DEBUG_ONLY(output.strides() == input.strides());
   const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());

@@ -343,7 +343,8 @@ Tensor activate_all(const Tensor& input, const Tensor& output, Mask kind, double
       case Mask::kHardsigmoid:
         return run(std::integral_constant<Mask, Mask::kHardsigmoid>());
     }
-    TORCH_CHECK_VALUE(false, "patchconv: no activation has the number ", static_cast<int64_t>(kind));
+    TORCH_CHECK_VALUE(false, "patchconv::_mask_forward: expected kind to be 0 to 4, got ",
+                      static_cast<int64_t>(kind));
   });
   return result;
 }
@@ -396,7 +397,8 @@ PATCHCONV_INLINE void backward_block(Wide<T> inside, Wide<T> outside, const Stor
 Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   TORCH_CHECK_VALUE(
       bits.scalar_type() == at::kByte && bits.numel() == mask_bytes(grad.numel()) && bits.is_contiguous(),
-      "patchconv: ", bits.numel(), " bytes of a mask for ", grad.numel(), " elements");
+      "patchconv::_mask_backward: expected bits to hold ", mask_bytes(grad.numel()), " bytes, got ",
+      bits.sizes(), " of ", bits.scalar_type());
   auto result = at::empty_like(grad);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "mask_backward", [&] {
     using S = Stored<scalar_t>;

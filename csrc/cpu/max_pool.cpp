@@ -238,12 +238,16 @@ Pool make_pool(IntArrayRef input, IntArrayRef output, const Shape& shape, at::Me
   for (const auto d : irange(good ? dims : 0)) {
     good = good && kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0;
   }
-  TORCH_CHECK(good, "patchconv: cannot pool ", input, " to ", output, " with kernel ", kernel);
+  TORCH_CHECK(
+      good,
+      "patchconv::_max_pool: expected sizes, kernel, stride, padding and dilation of one pooling, got input ",
+      input, ", output ", output, ", kernel ", kernel);
   Pool pool(input.slice(2), output.slice(2), kernel, stride, padding, dilation);
   const bool last = format != at::MemoryFormat::Contiguous;
   pool.outer = last ? input[0] : input[0] * input[1];
   pool.inner = last ? input[1] : 1;
-  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(), "patchconv: too large a window");
+  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(),
+              "patchconv::_max_pool: expected windows of at most 2^31 - 1 positions, got ", pool.positions());
   return pool;
 }
 
@@ -255,7 +259,9 @@ at::ScalarType offset_type(const Pool& pool) {
 // The pooling that made these offsets.
 Pool pool_of(const Tensor& offsets, IntArrayRef input_size, const Shape& shape) {
   Pool pool = make_pool(input_size, offsets.sizes(), shape, offsets.suggest_memory_format());
-  TORCH_CHECK(offsets.scalar_type() == offset_type(pool), "patchconv: offsets of another pooling");
+  TORCH_CHECK(offsets.scalar_type() == offset_type(pool),
+              "patchconv::_max_pool: expected offsets to have dtype ", offset_type(pool),
+              " for this window, got ", offsets.scalar_type());
   return pool;
 }
 
@@ -296,7 +302,8 @@ Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef ker
 
 Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef input_size,
                          IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
-  TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv: a pooling's gradient must have its output's size");
+  TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv::_max_pool_backward: expected grad to have shape ",
+              offsets.sizes(), ", got ", grad.sizes());
   const at::MemoryFormat format = offsets.suggest_memory_format();
   const Shape shape{kernel, stride, padding, dilation};
   const Pool pool = pool_of(offsets, input_size, shape);

@@ -18,7 +18,8 @@ namespace {
 // Fills y, if there is one, and returns the bits.
 Tensor launch_forward(const Tensor& input, const Tensor& y, int64_t mask, double a, double b,
                       const Tensor& other = Tensor()) {
-  TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_mask_forward: input must be dense");
+  TORCH_CHECK(input.is_non_overlapping_and_dense(),
+              "patchconv::_mask_forward: expected input to be dense, got strides ", input.strides());
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t count = input.numel();
   const Tensor bits = at::empty({mask_bytes(count)}, input.options().dtype(at::kByte));
@@ -64,7 +65,8 @@ std::tuple<Tensor, Tensor> add_mask_forward_cuda(const Tensor& input, const Tens
 
 Tensor mask_backward_cuda(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   if (!native_kernel_for(grad)) return mask_backward_with_aten(grad, bits, inside, outside);
-  TORCH_CHECK(grad.is_non_overlapping_and_dense(), "patchconv::_mask_backward: grad must be dense");
+  TORCH_CHECK(grad.is_non_overlapping_and_dense(),
+              "patchconv::_mask_backward: expected grad to be dense, got strides ", grad.strides());
   TORCH_CHECK(bits.scalar_type() == at::kByte && bits.is_contiguous() && bits.device() == grad.device() &&
                   bits.numel() == mask_bytes(grad.numel()),
               "patchconv::_mask_backward: expected bits to hold ", mask_bytes(grad.numel()),

@@ -62,10 +62,9 @@ Census::Census(c10::Device device, bool count)
 
 std::shared_ptr<Census> Census::start(c10::Device device, bool count) {
   const std::lock_guard<std::mutex> lock(g_mutex);
-  if (g_census) throw std::runtime_error("a memory trace is running already: one at a time");
+  if (g_census) throw std::runtime_error("a memory trace is running already: only one can run at a time");
   if (c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr) {
-    throw std::runtime_error(
-        "torch.profiler is running on this thread: a memory trace cannot run inside of it");
+    throw std::runtime_error("torch.profiler is running on this thread: a memory trace cannot run inside it");
   }
   std::shared_ptr<Census> census(new Census(device, count));
   g_census = census;

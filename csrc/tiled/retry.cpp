@@ -56,10 +56,10 @@ void warn_once(const ConvProblem& problem, int64_t limit) {
         << limit << ")";
   } else {
     how << "with " << problem.splits[problem.lifted ? 1 : 0]
-        << " pieces of the first dimension. To have it from "
-        << "the start, raise splits, or leave it None";
+        << " pieces of the first dimension. To set it from the start: raise splits, or leave it None";
   }
-  TORCH_WARN(problem.op, ": out of memory; computed again in more tiles, ", how.str(), ". Said once.");
+  TORCH_WARN(problem.op, ": out of memory; computed again in more tiles, ", how.str(),
+             ". This warning is shown once.");
 }
 
 }  // namespace
