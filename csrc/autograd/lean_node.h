@@ -97,8 +97,8 @@ class LeanNode : public torch::autograd::Node {
   // Called in forward by consumers, with this node's output: makes value() available from now on, if
   // necessary by saving the output.
   void provide(const at::Tensor& output);
-  // Whether value() is available with what is saved now; and the elements that it writes. `depth`: of the
-  // chain so far.
+  // Whether value() is available with what is saved now, and how many elements it writes. `depth`: length of
+  // the chain so far.
   bool ready(int depth = 0) const;
   int64_t cost(int depth = 0) const;
   bool made(const at::Tensor& output) const;  // whether `output` is this node's, not modified since
@@ -113,7 +113,7 @@ class LeanNode : public torch::autograd::Node {
   std::string name() const override { return name_; }
   variable_list apply(variable_list&& grads) final;
   void release_variables() final;
-  // Makes the node the output's grad_fn. `in_place`: on top of the history that the output has.
+  // Makes the node the output's grad_fn. `in_place`: the history that the output has goes below the node.
   static void attach(const at::Tensor& output, const NodePtr& node, bool in_place = false);
   // Keeps noted operands alive until a node is made on this thread that does not follow from this one: the
   // parts of a concatenation often have no other owner by the time its consumer asks for them.

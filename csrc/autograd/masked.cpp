@@ -1,8 +1,8 @@
 // Gradients of the piecewise linear activations: ReLU, LeakyReLU, Hardtanh and ReLU6, Threshold, Hardsigmoid,
 // PReLU.
 //
-// They save one bit per element, or their output instead of the bits if it is saved anyway and is enough. The
-// slope of a PReLU is a parameter: its gradient needs the input.
+// They save one bit per element, or their output instead of the bits if it is saved anyway and shows the
+// same. The slope of a PReLU is a parameter: its gradient needs the input.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_prelu_kernel.h>
 #include <ATen/ops/_prelu_kernel_backward.h>

@@ -31,7 +31,7 @@ constexpr int64_t kChunk = 1024;   // elements whose words are computed at once;
 constexpr int64_t kLanes = 8;      // blocks computed side by side
 constexpr int64_t kGrain = 16384;  // elements below which another thread does not pay
 
-// How elements are changed, in the type they are computed in.
+// What kept and dropped elements become, in the type they are computed in.
 template <typename Math>
 struct Outcome {
   Math scale, shift, fill;

@@ -1,4 +1,4 @@
-// The CUDA part of the convolutions: row strips through cuDNN, or kernels of the project's own
+// The CUDA part of the convolutions: row strips through cuDNN, or this project's kernels
 // (conv_native.h).
 //
 // cuDNN writes a channels_last strip straight into the result, which is the only full-size tensor; other

@@ -49,7 +49,7 @@ int64_t nanoseconds() {
 }
 
 ProfilerConfig profiler_config(bool count) {
-  // "Disabled": code that asks whether torch's own profiler is running gets no for an answer.
+  // "Disabled": torch's own profiler counts as not running.
   return ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/!count);
 }
 

@@ -72,8 +72,8 @@ struct TileStyle {
   int64_t max_padding = std::numeric_limits<int64_t>::max();  // wider zero padding is copied into the tile
 };
 
-// A rectangle of a grid: images [batch.begin, batch.end) and one range a spatial dimension. Ranges of the big
-// grid may reach into its padding.
+// A rectangle of a grid: images [batch.begin, batch.end) and one range per spatial dimension. Ranges of the
+// big grid may reach into its padding.
 struct Region {
   Range batch;
   std::vector<Range> ranges;
@@ -168,7 +168,7 @@ struct RegisterEngine {
 struct TensorFacts {
   at::ScalarType dtype;
   at::MemoryFormat format;   // of the result
-  int64_t copied_bytes = 0;  // of dense copies that a single stock call would make
+  int64_t copied_bytes = 0;  // of the dense copies that a stock call would make
   bool exact_bytes = false;  // estimate the bytes of a stock call even if they are few
 };
 

@@ -1,4 +1,4 @@
-// Thirty lines in place of a test framework: CHECK and CHECK_EQ count what holds and print what does not.
+// A small test framework: CHECK and CHECK_EQ count the checks that pass and print those that fail.
 #pragma once
 
 #include <cstdio>

@@ -1,8 +1,8 @@
 // Convolutions of up to four channels by tensor cores. A tile of the source lies in shared memory with four
 // channels per position, so that the taps of a kernel row and their channels are one inner dimension: for
 // each row of the kernel a block multiplies 256 positions by 64 outputs. Weights come row by row from a copy
-// in that order, which the caller provides; nothing is allocated. Sums are float32, of three tf32 products
-// each for strict float32; rounded once.
+// in that order, which the caller provides; nothing is allocated. Sums are float32, rounded once.
+// A product of strict float32 takes three tf32 products.
 #include <algorithm>
 
 #include "cuda/kernels/conv_store.cuh"

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums ca
   const int warp = thread_index() / kWarp, lane = lane_index();
   const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
 
-  // For each of its warp's matrices, the position whose row this lane names.
+  // For each of its warp's matrices, the position of the row whose address this lane gives.
   int places[Shape::kMatrices];
 #pragma unroll
   for (int m = 0; m < Shape::kMatrices; ++m) {
