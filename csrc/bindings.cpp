@@ -1,8 +1,8 @@
 // The Python module patchconv_native._C: build facts, settings, the tile planner, and a short way into the
-// dispatcher. The only pybind11 file. Operators are not defined here; loading this library registers them
-// with torch's dispatcher, where Python finds them as torch.ops.patchconv.*. That way parses its arguments
-// against a schema, which takes longer than a small convolution's own overhead; conv() and conv_transpose()
-// below make the same call with typed arguments.
+// dispatcher. The only pybind11 file. It defines no operators: loading the library registers them with
+// torch's dispatcher, where Python finds them as torch.ops.patchconv.*. A call through torch.ops parses its
+// arguments against a schema, which takes longer than the other overhead of a small convolution; conv() and
+// conv_transpose() below make the same call with typed arguments.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -83,7 +83,7 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
   return d;
 }
 
-// Rules: a dict each, as patchconv_native/conv_rules.json has them.
+// Rules are dicts, as in patchconv_native/conv_rules.json.
 
 [[noreturn]] void bad_rule(size_t number, const std::string& expected, const py::handle& got) {
   throw py::value_error("conv rule " + std::to_string(number) + ": expected " + expected + ", got " +
@@ -151,14 +151,14 @@ void set_conv_rules(int arch, const std::optional<py::list>& given) {
   patchconv::set_conv_rules(arch, std::move(rules));
 }
 
-bool prefers_own_kernel(int arch, const std::string& pass, const std::string& dtype,
-                        const std::string& layout, int64_t groups, int64_t sources, int64_t outputs,
-                        int64_t taps, int64_t stride, int64_t places) {
+bool prefers_native_kernel(int arch, const std::string& pass, const std::string& dtype,
+                           const std::string& layout, int64_t groups, int64_t sources, int64_t outputs,
+                           int64_t taps, int64_t stride, int64_t places) {
   if (layout != "NCHW" && layout != "channels_last") {
-    throw py::value_error("prefers_own_kernel: expected layout to be 'NCHW' or 'channels_last', got '" +
+    throw py::value_error("prefers_native_kernel: expected layout to be 'NCHW' or 'channels_last', got '" +
                           layout + "'");
   }
-  return patchconv::prefers_own_kernel(
+  return patchconv::prefers_native_kernel(
       arch, {pass, dtype, layout == "channels_last", groups, sources, outputs, taps, stride, places});
 }
 
@@ -194,7 +194,7 @@ at::Tensor conv_transpose(int dims, const at::Tensor& input, const at::Tensor& w
                               input, weight, bias);
 }
 
-// Events of a census: a list of numbers for each field, and the operators' names.
+// The events of a census: one list of numbers per field, and the names of the operators.
 py::dict census_events(patchconv::Census& census) {
   const patchconv::CensusEvents events = census.events();
   py::dict d;
@@ -285,7 +285,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("conv", torch::wrap_pybind_function_no_gil(&conv),
         "torch.ops.patchconv.conv{dims}d, with every argument a list.");
   m.def("conv_given", torch::wrap_pybind_function_no_gil(&conv_given),
-        "conv() whose value the caller has computed: makes its node for backward.");
+        "conv() with an output that the caller has computed: only the node for backward is made.");
   m.def("conv_transpose", torch::wrap_pybind_function_no_gil(&conv_transpose),
         "torch.ops.patchconv.conv_transpose{dims}d, with every argument a list.");
   m.def("workspace_limit", &patchconv::workspace_limit,
@@ -294,7 +294,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("backend", &patchconv::backend_name);
   m.def("set_backend", &patchconv::set_backend, py::arg("name"));
   m.def("recompute", &patchconv::recompute,
-        "Whether nodes make an input again from its producer instead of saving it.");
+        "Whether nodes rebuild an input from its producer instead of saving it.");
   m.def("set_recompute", &patchconv::set_recompute, py::arg("on"));
   m.def("last_path", [] { return path_dict(patchconv::last_path()); });
   m.def("start_path_log", &patchconv::start_path_log);
@@ -303,12 +303,12 @@ PYBIND11_MODULE(_C, m) {
     for (const auto& record : patchconv::stop_path_log()) records.append(path_dict(record));
     return records;
   });
-  m.def("set_conv_rules", &set_conv_rules, py::arg("arch"), py::arg("rules").none(true),
-        "Where backend 'auto' takes the project's own kernels on GPUs of this architecture (90 for sm_90): a "
-        "list of "
-        "dicts, of which the first that matches decides; None takes them away.");
+  m.def(
+      "set_conv_rules", &set_conv_rules, py::arg("arch"), py::arg("rules").none(true),
+      "Where backend 'auto' uses this project's kernels on GPUs of this architecture (90 for sm_90): a list "
+      "of dicts, of which the first that matches decides; None removes the table.");
   m.def("has_conv_rules", &patchconv::has_conv_rules, py::arg("arch"));
-  m.def("prefers_own_kernel", &prefers_own_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
+  m.def("prefers_native_kernel", &prefers_native_kernel, py::arg("arch"), py::kw_only(), py::arg("pass_"),
         py::arg("dtype"), py::arg("layout"), py::arg("groups"), py::arg("sources"), py::arg("outputs"),
         py::arg("taps"), py::arg("stride"), py::arg("places"),
         "What the rules say of one pass of a convolution; False without a rule.");

@@ -1,11 +1,10 @@
-// Every operator's schema, in one place. Implementations register themselves by dispatch key in the other
-// rooms.
+// Every operator's schema, in one place. Implementations register themselves by dispatch key, in the folders
+// beside this file.
 //
-// `padding` takes one number, one a spatial dimension, or two a dimension: (before, after) of the first, and
-// so on. `splits` is the number of pieces the output is cut into: nothing (automatic), one number (the first
-// spatial dimension) or one a dimension. In the *_backward operators `input` is needed only where the
-// weight's gradient is asked for, `weight` only where the input's is; `output_mask` asks for (input, weight,
-// bias).
+// `padding` takes one number, one per spatial dimension, or two per dimension: (before, after) of the first,
+// and so on. `splits` is the number of pieces the output is cut into: None (automatic), one number (the first
+// spatial dimension) or one per dimension. In the *_backward operators `input` is needed only if the weight's
+// gradient is asked for, `weight` only if the input's is; `output_mask` asks for (input, weight, bias).
 #include <torch/library.h>
 
 #define PATCHCONV_CONV(D)                                                                                    \
@@ -33,7 +32,7 @@ TORCH_LIBRARY(patchconv, m) {
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
 
-  // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: with ReLU's bits.
+  // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: also return ReLU's bits.
 #define PATCHCONV_FUSED                                                                                    \
   "Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, " \
   "int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str "                      \
@@ -79,7 +78,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("_mask_pack(Tensor input, int kind, float a, float b) -> Tensor");
   m.def("_mask_backward(Tensor grad, Tensor bits, float inside, float outside) -> Tensor");
 
-  // Norms. `training`: with the batch's own statistics, which move the running ones if they are given.
+  // Norms. `training`: with the batch's own statistics, which also update the running ones if they are given.
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? "
       "running_var, "
@@ -101,7 +100,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def(
       "group_norm_silu(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float "
       "eps=1e-05) -> Tensor");
-  // Their pieces; `activation` is core/norm.h's.
+  // Their parts; `activation` is an Activation of core/norm.h.
   m.def(
       "_batch_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum) -> "
       "(Tensor, Tensor)");
@@ -115,7 +114,7 @@ TORCH_LIBRARY(patchconv, m) {
       "_batch_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
       "var, "
       "bool training, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // The input's gradient in the place of `grad`; those of weight and bias.
+  // Writes the input's gradient over `grad`; returns those of weight and bias.
   m.def(
       "_batch_norm_backward_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
       "Tensor var, bool training, float eps, bool relu, bool[2] output_mask) -> (Tensor, Tensor)");
@@ -135,7 +134,7 @@ TORCH_LIBRARY(patchconv, m) {
       "_group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
       "rstd, int num_groups, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
-  // Dropout. The mask is made of the seed, a tensor of one int64, and never stored; core/philox.h.
+  // Dropout. The mask is computed from the seed, a tensor of one int64, and never stored; core/philox.h.
   m.def("dropout(Tensor input, float p=0.5) -> Tensor");
   m.def("dropout_(Tensor(a!) input, float p=0.5) -> Tensor(a!)");
   m.def("alpha_dropout(Tensor input, float p=0.5) -> Tensor");
@@ -143,7 +142,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("feature_alpha_dropout(Tensor input, float p=0.5) -> Tensor");
   m.def("_dropout(Tensor input, Tensor seed, float p, float scale, float shift, float fill) -> Tensor");
 
-  // Max pools keep the place of the maximum in its window; an empty `kernel_size` means adaptive.
+  // Max pools save the position of each maximum in its window; an empty `kernel_size` means adaptive.
   // core/pool.h.
   m.def(
       "max_pool1d(Tensor input, int[1] kernel_size, int[1] stride=[], int[1] padding=0, int[1] dilation=1, "
@@ -199,7 +198,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("adaptive_avg_pool2d(Tensor input, int[2] output_size) -> Tensor");
   m.def("adaptive_avg_pool3d(Tensor input, int[3] output_size) -> Tensor");
 
-  // Cheap operators that can be made again from their operands.
+  // Cheap operators whose output can be rebuilt from their operands.
   m.def("cat(Tensor[] tensors, int dim=0) -> Tensor");
   m.def("add(Tensor input, Tensor other, *, Scalar alpha=1) -> Tensor");
   m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");

@@ -26,7 +26,7 @@ struct AutocastRoom {
   }
 };
 
-// The scale stays as it is: it is applied to sums in float32.
+// The scale is not cast: it is applied to sums in float32.
 template <c10::DeviceType kDevice>
 Tensor fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, at::IntArrayRef stride,
              at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups, const OptionalTensor& scale,
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, OptionalTensor> autocast_as_enabled(const Tensor& inp
                   !c10::impl::tls_is_dispatch_key_excluded(
                       at::autocast::get_autocast_dispatch_key_from_device_type(device));
   if (!on) return {input, weight, bias};
-  // Not cached_cast: it takes a transform's wrapper for a tensor of no device.
+  // Not cached_cast, which does not see the device of a transform's wrapper tensor.
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   auto lower = [&](const Tensor& tensor) {
     return tensor.is_floating_point() && tensor.scalar_type() != at::kDouble ? tensor.to(dtype) : tensor;

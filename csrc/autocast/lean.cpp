@@ -1,5 +1,5 @@
-// Autocast for the layers whose stock operators it concerns: linear and PReLU run in the lower precision; on
-// CUDA softplus and the norms other than batch norm in float32, on the CPU the pools of volumes.
+// Autocast for the layers whose stock operators it casts. Linear and PReLU run in the lower precision. On
+// CUDA softplus, and the norms other than batch norm, run in float32; on the CPU the 3-D pools do.
 #include "autocast/lower.h"
 
 #include <torch/library.h>
@@ -21,7 +21,7 @@ Tensor autocast_to(at::ScalarType dtype, const Tensor& tensor, c10::DeviceType d
 
 namespace {
 
-// The operator of this signature with its first `kTensors` arguments cast, and autocast off.
+// Calls the operator of this signature with its tensors cast, and autocast off.
 template <c10::DeviceType kDevice, bool kLower, typename Signature>
 struct Cast;
 

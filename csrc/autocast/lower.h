@@ -1,5 +1,5 @@
-// A tensor in autocast's dtype. A parameter's cast is cached, as stock does; an activation is cast by our own
-// operator, which can make it again in backward.
+// A tensor in autocast's dtype. Casts of parameters are cached, as in stock PyTorch; activations are cast by
+// patchconv::cast, whose output can be rebuilt in backward.
 #pragma once
 
 #include <ATen/autocast_mode.h>

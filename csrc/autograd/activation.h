@@ -7,10 +7,11 @@
 
 namespace patchconv {
 
-// Stock PyTorch serves what no node of ours does: no gradients, other dtypes and layouts, forward-mode AD.
-inline bool ours(const at::Tensor& x) { return needs_node(x) && served(x) && !has_tangent(x); }
+// Whether this library records the call. The rest goes to stock PyTorch: calls without gradients, other
+// dtypes and layouts, forward-mode AD.
+inline bool use_lean_node(const at::Tensor& x) { return needs_node(x) && served(x) && !has_tangent(x); }
 
-// What every activation needs: one input, and how it is applied.
+// The base of activations: one input, and the function that is applied to it.
 class ActivationNode : public LeanNode {
  public:
   using LeanNode::LeanNode;
@@ -30,7 +31,7 @@ class ActivationNode : public LeanNode {
   std::vector<Source*> sources() override { return {&input}; }
 };
 
-// An input of which a stock backward operator reads nothing but sizes and layout.
+// Stands for an input of which a stock backward operator reads only sizes and layout.
 struct StandIn {
   StandIn() = default;
   explicit StandIn(const at::Tensor& input)

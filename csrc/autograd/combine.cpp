@@ -1,9 +1,9 @@
-// Cheap operators that keep nothing, or what stock keeps, and whose output can be made again from their
+// Cheap operators that save nothing, or what stock saves, and whose output can be rebuilt from their
 // operands: concatenation, sums, products, and the casts of autocast.
 //
-// An operand is not kept alive for that: it comes from its own producer, or is saved when a consumer asks for
-// the output and somebody still holds the operand. A densely connected network keeps each feature once that
-// way, not once for every layer behind it.
+// Operands are not kept alive for that. An operand comes from its own producer, or is saved when a consumer
+// asks for the output and the operand still exists. A densely connected network then keeps each feature map
+// once, not once per layer that reads it.
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
@@ -89,8 +89,8 @@ Tensor cat(at::TensorList tensors, int64_t dim) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Sums and products of two tensors of one dtype, broadcast to each other.
-bool ours(const Tensor& a, const Tensor& b) {
+// Sums and products of two tensors of the same dtype and device, broadcast to each other.
+bool use_lean_node(const Tensor& a, const Tensor& b) {
   return needs_node(a, b) && served(a) && served(b) && a.scalar_type() == b.scalar_type() &&
          a.device() == b.device() && !has_tangent(a) && !has_tangent(b);
 }
@@ -136,7 +136,7 @@ auto add_node(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!ours(a, b)) return at::add(a, b, alpha);
+  if (!use_lean_node(a, b)) return at::add(a, b, alpha);
   const auto node = add_node(a, b, alpha);
   Tensor y;
   {
@@ -149,7 +149,7 @@ Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!ours(a, b) || a.is_view()) return a.add_(b, alpha);
+  if (!use_lean_node(a, b) || a.is_view()) return a.add_(b, alpha);
   torch::autograd::check_inplace(a, /*requires_grad=*/true);
   const auto node = add_node(a, b, alpha);
   {
@@ -161,7 +161,7 @@ Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
   return a;
 }
 
-// relu(a + b), of tensors of one shape: a bit an element, and the sum is not kept.
+// relu(a + b), for tensors of one shape. Saves one bit per element; the sum is not kept.
 class AddReluBackward final : public LeanNode {
  public:
   AddReluBackward() : LeanNode("patchconv::AddReluBackward") {}
@@ -185,7 +185,7 @@ class AddReluBackward final : public LeanNode {
 };
 
 Tensor add_relu(const Tensor& a, const Tensor& b) {
-  if (!ours(a, b) || a.sym_sizes() != b.sym_sizes()) {
+  if (!use_lean_node(a, b) || a.sym_sizes() != b.sym_sizes()) {
     static const auto sum = handle<Tensor(const Tensor&, const Tensor&, const Scalar&)>("add");
     static const auto relu = handle<Tensor(const Tensor&)>("relu");
     return relu.call(sum.call(a, b, 1));
@@ -225,7 +225,7 @@ class MulBackward final : public LeanNode {
 };
 
 Tensor mul(const Tensor& a, const Tensor& b) {
-  if (!ours(a, b)) return at::mul(a, b);
+  if (!use_lean_node(a, b)) return at::mul(a, b);
   const auto node = make_node<MulBackward>(a, b);
   auto take = [](Source& source, const Tensor& tensor, bool needed) {
     if (needed) {
@@ -281,7 +281,7 @@ Tensor cast_autograd(const Tensor& x, at::ScalarType dtype) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Keeps what stock's does; but its input may come from a producer.
+// Saves what stock's linear saves, but its input may come from a producer.
 class LinearBackward final : public LeanNode {
  public:
   LinearBackward() : LeanNode("patchconv::LinearBackward") {}
@@ -337,7 +337,7 @@ Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return
 Tensor stock_add_relu(const Tensor& a, const Tensor& b) { return at::add(a, b).relu_(); }
 Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
 Tensor stock_cat(at::TensorList tensors, int64_t dim) { return at::cat(tensors, dim); }
-// A copy in any case: an operator's result must not be its input.
+// Always a copy: an operator's result must not be its input.
 Tensor stock_cast(const Tensor& x, at::ScalarType dtype) {
   return x.to(dtype, /*non_blocking=*/false, /*copy=*/true);
 }

@@ -1,12 +1,11 @@
 // Gradients of the convolutions.
 //
-// The forward node saves the input only if the weight needs a gradient and the weight only if the input does;
-// sizes stand in for what is not saved. An input that its producer can make again is not saved either
-// (lean_node.h). The backward operators are differentiable themselves: a convolution
-// is linear in input and in weight, so every second derivative is again one of these operators, and so on to
-// any order.
+// The forward node saves the input only if the weight needs a gradient, and the weight only if the input
+// does; it keeps the sizes of what is not saved. An input that its producer can rebuild is not saved either
+// (lean_node.h). The backward operators are differentiable themselves: a convolution is linear in input and
+// in weight, so every second derivative is again one of these operators, and so on to any order.
 //
-// A C++ node cannot be run by torch.func transforms nor by forward-mode AD: such calls go to stock operators.
+// torch.func transforms and forward-mode AD cannot run a C++ node: such calls go to stock operators.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -29,9 +28,9 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// A ConvSpec that outlives its call. All its numbers travel as one list: a map entry each costs more than a
-// small convolution. `flags` are the caller's.
-struct OwnedSpec {
+// A ConvSpec that outlives its call. All its numbers are stored as one list: one map entry per number would
+// cost more than a small convolution. `flags` belongs to the caller.
+struct StoredSpec {
   static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
     PaddingMode mode = PaddingMode::kZeros;
     parse_padding_mode(spec.padding_mode, &mode);  // the forward call has checked it
@@ -46,7 +45,7 @@ struct OwnedSpec {
     }
     ctx->saved_data["spec"] = std::move(numbers);
   }
-  explicit OwnedSpec(AutogradContext* ctx)
+  explicit StoredSpec(AutogradContext* ctx)
       : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
     size_t next = 6;
     auto list = [&] {
@@ -66,16 +65,16 @@ struct OwnedSpec {
     const at::IntArrayRef splits = list();
     if (numbers[5] != 0) spec.splits = splits;
   }
-  OwnedSpec(const OwnedSpec&) = delete;
-  OwnedSpec& operator=(const OwnedSpec&) = delete;
+  StoredSpec(const StoredSpec&) = delete;
+  StoredSpec& operator=(const StoredSpec&) = delete;
 
   std::vector<int64_t> numbers;
   int64_t flags;
   ConvSpec spec;
 };
 
-// A Link that outlives its call. It needs the engine to run this very node, whose edge keeps the producer
-// alive: compiled autograd runs a copy.
+// A Link that outlives its call. It is valid only if the engine runs this very node, whose edge keeps the
+// producer alive; compiled autograd runs a copy.
 void save_link(AutogradContext* ctx, const Link& link) {
   std::vector<int64_t> numbers{reinterpret_cast<int64_t>(link.producer),
                                reinterpret_cast<int64_t>(link.grad_fn), link.view, link.offset};
@@ -98,14 +97,13 @@ Tensor linked_value(AutogradContext* ctx) {
   const bool same =
       running && running->num_outputs() > 0 && running->next_edge(0).function.get() == link.grad_fn;
   if (same) link.output = running->next_edge(0).input_nr;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      same,
-      "patchconv: compiled autograd is not served where an input is made again from its "
-      "producer; call patchconv_native.recompute(False) before the forward pass");
+  TORCH_CHECK_NOT_IMPLEMENTED(same,
+                              "patchconv: compiled autograd cannot rebuild an input from its producer; call "
+                              "patchconv_native.recompute(False) before the forward pass");
   return link.value();
 }
 
-// Sizes of a tensor that may not have been saved: those of the saved one, else those noted in its place.
+// Sizes of a tensor that may not be saved: those of the saved tensor, else the sizes that are stored here.
 void save_sizes(AutogradContext* ctx, const char* key, bool tensor_saved, c10::SymIntArrayRef sizes) {
   if (!tensor_saved) ctx->saved_data[key] = sizes;
 }
@@ -114,7 +112,7 @@ std::vector<c10::SymInt> saved_sizes(AutogradContext* ctx, const char* key, cons
   return saved.defined() ? saved.sym_sizes().vec() : ctx->saved_data[key].toSymIntVector();
 }
 
-// Which of the first three inputs the engine wants a gradient for. Inputs that are not given have no edge.
+// Which of the first three inputs need a gradient in this pass. Inputs that are not given have no edge.
 std::array<bool, 3> wanted(AutogradContext* ctx, const std::array<bool, 3>& given) {
   std::array<bool, 3> result = {false, false, false};
   size_t edge = 0;
@@ -124,7 +122,7 @@ std::array<bool, 3> wanted(AutogradContext* ctx, const std::array<bool, 3>& give
   return result;
 }
 
-// The node carries only the gradients that were asked for; the operator returns three places.
+// The node has only the gradients that were asked for; the operator returns all three, some undefined.
 variable_list spread(const variable_list& present, const std::array<bool, 3>& mask) {
   variable_list result(3);
   size_t next = 0;
@@ -134,7 +132,7 @@ variable_list spread(const variable_list& present, const std::array<bool, 3>& ma
   return result;
 }
 
-// What the next forward pass on this thread gives in the place of computing it.
+// If set, the next forward pass on this thread returns this tensor instead of computing its output.
 thread_local const Tensor* given_output = nullptr;
 
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
@@ -150,8 +148,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
     const bool has_bias = bias.has_value() && bias->defined();
-    OwnedSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
-                                   static_cast<int64_t>(backend()) << 2);
+    StoredSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
+                                    static_cast<int64_t>(backend()) << 2);
     if (given != nullptr) return *given;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
@@ -160,19 +158,20 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    const OwnedSpec owned(ctx);
-    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 2));
+    const StoredSpec stored(ctx);
+    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 2));
     const auto saved = ctx->get_saved_variables();
-    const auto mask = wanted(ctx, {true, true, (owned.flags & 1) != 0});
-    const Tensor input = mask[1] && (owned.flags & 2) != 0 ? linked_value(ctx) : saved[0];
+    const auto mask = wanted(ctx, {true, true, (stored.flags & 1) != 0});
+    const Tensor input = mask[1] && (stored.flags & 2) != 0 ? linked_value(ctx) : saved[0];
     std::tie(result[0], result[1], result[2]) = call_conv_backward(
-        owned.spec, grads[0], optional(input), optional(saved[1]), saved_sizes(ctx, "input_size", saved[0]),
+        stored.spec, grads[0], optional(input), optional(saved[1]), saved_sizes(ctx, "input_size", saved[0]),
         saved_sizes(ctx, "weight_size", saved[1]), mask);
     return result;
   }
 };
 
-// Of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and 4).
+// Flags of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and
+// 4).
 int64_t flags(const std::array<bool, 3>& mask, const OptionalTensor& input, const OptionalTensor& weight) {
   const bool has_input = input.has_value() && input->defined();
   const bool has_weight = weight.has_value() && weight->defined();
@@ -191,7 +190,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     ctx->save_for_backward({grad_output, save_input ? *input : Tensor(), save_weight ? *weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input_size);
     save_sizes(ctx, "weight_size", save_weight, weight_size);
-    OwnedSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
+    StoredSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_input, grad_weight, grad_bias] =
         call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, mask);
@@ -202,13 +201,13 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     return results;
   }
 
-  // outputs: gradients of the input's gradient, of the weight's and of the bias's, as far as they were asked
+  // `outputs`: gradients with respect to the gradients of input, weight and bias, as far as those were asked
   // for.
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
-    const OwnedSpec owned(ctx);
-    const BackendGuard made_with(static_cast<Backend>(owned.flags >> 5));
-    const auto flag = [&](int bit) { return (owned.flags >> bit & 1) != 0; };
+    const StoredSpec stored(ctx);
+    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 5));
+    const auto flag = [&](int bit) { return (stored.flags >> bit & 1) != 0; };
     const variable_list grads = spread(outputs, {flag(0), flag(1), flag(2)});
     const auto saved = ctx->get_saved_variables();
     const Tensor& grad_output = saved[0];
@@ -217,20 +216,20 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     const auto want = wanted(ctx, {true, flag(3), flag(4)});
     auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; };
     if (want[0]) {
-      if (grads[0].defined()) add(result[0], call_conv(owned.spec, grads[0], saved[2], std::nullopt));
-      if (grads[1].defined()) add(result[0], call_conv(owned.spec, saved[1], grads[1], std::nullopt));
+      if (grads[0].defined()) add(result[0], call_conv(stored.spec, grads[0], saved[2], std::nullopt));
+      if (grads[1].defined()) add(result[0], call_conv(stored.spec, saved[1], grads[1], std::nullopt));
       if (grads[2].defined()) {
         std::vector<c10::SymInt> shape(grad_output.dim(), 1);
-        shape[grad_output.dim() - 1 - owned.spec.dims] = grads[2].sym_size(0);
+        shape[grad_output.dim() - 1 - stored.spec.dims] = grads[2].sym_size(0);
         add(result[0], grads[2].view_symint(shape).expand_symint(grad_output.sym_sizes()));
       }
     }
     if (want[1] && grads[1].defined()) {
-      result[1] = std::get<0>(call_conv_backward(owned.spec, grad_output, std::nullopt, grads[1], input_size,
+      result[1] = std::get<0>(call_conv_backward(stored.spec, grad_output, std::nullopt, grads[1], input_size,
                                                  weight_size, {true, false, false}));
     }
     if (want[2] && grads[0].defined()) {
-      result[2] = std::get<1>(call_conv_backward(owned.spec, grad_output, grads[0], std::nullopt, input_size,
+      result[2] = std::get<1>(call_conv_backward(stored.spec, grad_output, grads[0], std::nullopt, input_size,
                                                  weight_size, {false, true, false}));
     }
     return result;
@@ -270,7 +269,7 @@ struct AutogradRoom {
 struct TransformsRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
-    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms come before autocast
+    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms run before autocast
     return stock_conv(spec, x, w, b);
   }
   static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,

@@ -1,8 +1,8 @@
 // Gradients of conv2d_fused.
 //
-// A convolution with ReLU keeps what a convolution keeps, and a bit an element; or its output in place of the
-// bits, where somebody needs that anyway. Its backward operator unpacks the bits as it reads the gradient.
-// Without ReLU, or with a scale, the operator is made of its parts, which keep what they need.
+// A convolution with ReLU saves what a convolution saves, and one bit per element; or its output instead of
+// the bits, if that is saved anyway. Its backward operator unpacks the bits as it reads the gradient. Without
+// ReLU, or with a scale, the operator is composed of its parts, which save what they need.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/threshold_backward.h>
 #include <torch/library.h>
@@ -59,8 +59,8 @@ class ConvReluBackward final : public LeanNode {
     if (task_should_compute_output(3)) grads[3] = inside;
     return grads;
   }
-  // Too dear to be made again: whoever needs the output keeps it.
-  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "a convolution is not made again"); }
+  // Too expensive to rebuild: consumers that need the output save it.
+  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "a convolution is not rebuilt"); }
   std::vector<Source*> sources() override { return {&never_}; }
   std::vector<Source*> others() override { return {&input, &weight, &bits}; }
   void output_was_saved() override { bits.release(); }

@@ -1,10 +1,10 @@
-// Dropout and its kin: nothing is kept but the seed that the mask was made from.
+// Dropout and its variants: nothing is saved but the seed of the mask.
 //
 // The seed is a tensor drawn from torch's own generator, so that torch.manual_seed, checkpointing and graph
-// capture see it. The mask follows from it element by element (core/philox.h) and is made anew in backward.
-// Where there is no kernel for that (on CUDA float64, and all but with backend "native"), the mask is drawn
-// by stock operators and kept as bits. Dropping whole channels takes one number a channel, made from the seed
-// in either case.
+// capture work. Each element of the mask follows from it (core/philox.h) and is computed again in backward.
+// Where there is no kernel for that (on CUDA float64, and every dtype unless the backend is "native"), stock
+// operators draw the mask and it is saved as bits. Dropping whole channels takes one number per channel,
+// computed from the seed in either case.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/alpha_dropout.h>
 #include <ATen/ops/dropout.h>
@@ -39,7 +39,7 @@ struct Noise {
 
 Noise plain(double p) { return {p, p < 1 ? 1 / (1 - p) : 0, 0, 0}; }
 
-// Keeps mean and variance of what a SELU gives; https://arxiv.org/abs/1706.02515, section 3.
+// Keeps the mean and variance of a SELU's output; https://arxiv.org/abs/1706.02515, section 3.
 Noise alpha(double p) {
   constexpr double kAlpha = 1.7580993408473766;
   if (p >= 1) return {1, 0, 0, 0};
@@ -57,13 +57,13 @@ Tensor call_dropout(const Tensor& x, const Tensor& seed, const Noise& n) {
   return op.call(x, seed, n.p, n.scale, n.shift, n.fill);
 }
 
-// The same mask over a gradient.
+// The same mask and scale for the gradient.
 Noise for_gradient(const Noise& n) { return {n.p, n.scale, 0, 0}; }
 
 class DropoutBackward final : public LeanNode {
  public:
   DropoutBackward() : LeanNode("patchconv::DropoutBackward") {}
-  Source input, seed;  // seed: or the mask's bits
+  Source input, seed;  // seed: the seed, or the mask's bits
   Noise noise;
   bool bits = false;
   std::vector<c10::SymInt> strides;
@@ -88,7 +88,7 @@ class DropoutBackward final : public LeanNode {
   std::vector<Source*> others() override { return {&seed}; }
 };
 
-// For the gradient's gradient: the same mask once more.
+// For second derivatives: the same mask again.
 struct DropoutAgain : torch::autograd::Function<DropoutAgain> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p,
                         double scale, double shift, double fill) {
@@ -114,7 +114,7 @@ Tensor dropout_by_seed(const Tensor& x, const Tensor& seed, double p, double sca
   return call_dropout(x, seed, {p, scale, shift, fill});
 }
 
-// Whether there is a kernel that makes the mask from the seed.
+// Whether there is a kernel that computes the mask from the seed.
 bool philox(const Tensor& x) {
   return !x.is_cuda() || (backend() == Backend::kNative && x.scalar_type() != at::kDouble);
 }
@@ -159,11 +159,11 @@ Tensor elementwise(const Tensor& input, const Noise& noise, bool in_place) {
 class FeatureDropoutBackward final : public LeanNode {
  public:
   FeatureDropoutBackward() : LeanNode("patchconv::FeatureDropoutBackward") {}
-  Source input, seed;  // seed: or the mask's bits
+  Source input, seed;  // seed: the seed, or the mask's bits
   Noise noise;
   bool bits = false;
 
-  // One number a channel, (N, C, 1, ...).
+  // One number per channel, (N, C, 1, ...).
   static Tensor of_channels(const Tensor& like, const Tensor& seed, bool bits, const Noise& n, bool shifts) {
     std::vector<c10::SymInt> shape(like.dim(), 1);
     shape[0] = like.sym_size(0);
@@ -216,30 +216,31 @@ Tensor by_channel(const char* name, const Tensor& x, const Noise& noise) {
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Whether this library serves the call; stock PyTorch does what it does not.
-bool ours_with(const char* name, const Tensor& x, double p) {
+// Whether this library serves the call; the others go to stock PyTorch.
+bool serves_dropout(const char* name, const Tensor& x, double p) {
   TORCH_CHECK_VALUE(p >= 0 && p <= 1, name, ": expected p to be between 0 and 1, got ", p);
   return served(x) && !has_tangent(x);
 }
 
 Tensor dropout(const Tensor& x, double p) {
-  return ours_with("dropout", x, p) ? elementwise(x, plain(p), false) : at::dropout(x, p, true);
+  return serves_dropout("dropout", x, p) ? elementwise(x, plain(p), false) : at::dropout(x, p, true);
 }
 Tensor& dropout_(Tensor& x, double p) {
-  if (!ours_with("dropout_", x, p) || x.is_view()) return at::dropout_(x, p, true);
+  if (!serves_dropout("dropout_", x, p) || x.is_view()) return at::dropout_(x, p, true);
   elementwise(x, plain(p), true);
   return x;
 }
 Tensor alpha_dropout(const Tensor& x, double p) {
-  return ours_with("alpha_dropout", x, p) ? elementwise(x, alpha(p), false) : at::alpha_dropout(x, p, true);
+  return serves_dropout("alpha_dropout", x, p) ? elementwise(x, alpha(p), false)
+                                               : at::alpha_dropout(x, p, true);
 }
 Tensor feature_dropout(const Tensor& x, double p) {
-  return ours_with("feature_dropout", x, p) ? by_channel("feature_dropout", x, plain(p))
-                                            : at::feature_dropout(x, p, true);
+  return serves_dropout("feature_dropout", x, p) ? by_channel("feature_dropout", x, plain(p))
+                                                 : at::feature_dropout(x, p, true);
 }
 Tensor feature_alpha_dropout(const Tensor& x, double p) {
-  return ours_with("feature_alpha_dropout", x, p) ? by_channel("feature_alpha_dropout", x, alpha(p))
-                                                  : at::feature_alpha_dropout(x, p, true);
+  return serves_dropout("feature_alpha_dropout", x, p) ? by_channel("feature_alpha_dropout", x, alpha(p))
+                                                       : at::feature_alpha_dropout(x, p, true);
 }
 
 void register_all(torch::Library& m) {

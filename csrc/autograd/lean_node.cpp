@@ -22,10 +22,10 @@ using torch::autograd::Node;
 
 namespace {
 
-// A value may take the writing of this many times its own elements. A batch norm, a ReLU and the max pool
-// behind them take 9, residual sums some more each; past it the tensor is saved.
+// A rebuild may write at most this many times the elements of its result. A batch norm, a ReLU and a max pool
+// after them take 9, each residual sum some more; past that the tensor is saved.
 constexpr int64_t kMostWrites = 10;
-// Nor may a chain be longer than this, however small its tensors.
+// The longest chain of producers, however small the tensors.
 constexpr int kDeepest = 16;
 
 const void* storage_of(const Tensor& tensor) {
@@ -37,7 +37,7 @@ int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Which saved-tensor hooks are at work.
+// The saved-tensor hooks that are active now.
 Hooks current_hooks() {
   if (!at::SavedTensorDefaultHooks::is_enabled()) return std::nullopt;
   const auto hooks = at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/false);
@@ -48,12 +48,12 @@ const void* address(const Hooks& hooks) {
   return hooks.has_value() ? hooks->ptr(&hooks->pyinterpreter()) : nullptr;
 }
 
-// The rebuilding operators must see what the forward ones saw below autocast.
+// Excluded in a rebuild: its operators must see what they saw in forward, below autocast.
 c10::DispatchKeySet autocast_keys() {
   return c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
 }
 
-// Whether the engine, at the node `from`, would come to `to`: then an edge to `from` keeps `to` alive.
+// Whether the edges of `from` lead to `to`: then an edge to `from` keeps `to` alive.
 bool leads_to(Node* from, const Node* to) {
   constexpr size_t kMost = 64;
   std::vector<Node*> seen{from};
@@ -67,7 +67,7 @@ bool leads_to(Node* from, const Node* to) {
   return std::find(seen.begin(), seen.end(), to) != seen.end();
 }
 
-// `made`, with the history that the tensor it stands for has.
+// `made` with the history of the tensor that it replaces.
 Tensor with_history(const Tensor& made, Node* grad_fn, uint32_t output) {
   Tensor result = made.variable_data();
   torch::autograd::impl::set_gradient_edge(result, {grad_fn->getptr(), output});
@@ -76,7 +76,7 @@ Tensor with_history(const Tensor& made, Node* grad_fn, uint32_t output) {
 
 }  // namespace
 
-std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
+std::optional<Link> Link::find(const Tensor& tensor, bool provide) {
   if (!recompute() || !tensor.requires_grad() || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
     return std::nullopt;
   }
@@ -102,7 +102,7 @@ std::optional<Link> Link::find(const Tensor& tensor, bool sure) {
   link.output = tensor.output_nr();
   if (link.grad_fn == nullptr || !leads_to(link.grad_fn, link.producer)) return std::nullopt;
   if (!link.producer->made_under(current_hooks())) return std::nullopt;
-  if (sure) link.producer->provide(made);
+  if (provide) link.producer->provide(made);
   return link;
 }
 
@@ -133,7 +133,7 @@ void Source::save(const Tensor& tensor, bool output) {
 
 void Source::note(const Tensor& tensor) {
   if (!recompute() || !tensor.defined()) return;
-  link_ = Link::find(tensor, /*sure=*/false);
+  link_ = Link::find(tensor, /*provide=*/false);
   if (tensor.is_inference()) return;
   noted_.emplace(tensor.getIntrusivePtr());
   version_ = tensor._version();
@@ -159,8 +159,8 @@ Tensor Source::get(Node& owner, bool* fresh) {
   if (unpacked_.defined()) return output_ ? with_history(unpacked_, &owner, 0) : unpacked_;
   Tensor tensor = variable_.unpack(output_ ? owner.getptr() : NodePtr());
   if (tensor.defined() && hooks_ && torch::autograd::get_current_graph_task_id() != -1) {
-    // Hooks may be costly, and those of checkpointing give a tensor out once a pass only. An output is held
-    // without its history, which leads to this node.
+    // Hooks may be slow, and those of checkpointing return a tensor only once per pass, so it is kept until
+    // the pass ends. An output is kept without its history, which leads to this node.
     unpacked_ = output_ ? tensor.variable_data() : tensor;
     torch::autograd::Engine::get_default_engine().queue_callback(
         [this, alive = owner.getptr()] { forget(); });
@@ -196,22 +196,22 @@ int64_t LeanNode::cost(int depth) const {
   return sum;
 }
 
-struct LeanNode::Plan {
-  std::unordered_map<const LeanNode*, int64_t> writes;  // of the nodes asked so far; -1: it cannot be had
-  std::vector<const LeanNode*> served;                  // those that can
-  std::vector<std::pair<LeanNode*, Source*>> promoted;  // and whose they are
+struct LeanNode::ToSave {
+  std::unordered_map<const LeanNode*, int64_t> writes;  // per node visited; -1: cannot be rebuilt
+  std::vector<const LeanNode*> served;                  // the nodes that can be rebuilt
+  std::vector<std::pair<LeanNode*, Source*>> promoted;  // operands to be saved, with their nodes
 };
 
-bool LeanNode::plan(Plan& plan, int depth) {
+bool LeanNode::collect(ToSave& found, int depth) {
   if (released_ || !known_ || depth > kDeepest) return false;
-  const auto [entry, is_new] = plan.writes.try_emplace(this, -1);
+  const auto [entry, is_new] = found.writes.try_emplace(this, -1);
   if (!is_new) return entry->second >= 0;
   if (ready(depth)) {
-    plan.writes[this] = cost(depth);
+    found.writes[this] = cost(depth);
     return true;
   }
   const auto needed = sources();
-  const size_t promoted = plan.promoted.size(), count = plan.served.size();
+  const size_t promoted = found.promoted.size(), count = found.served.size();
   int64_t writes = numel_;
   const bool served = !needed.empty() && std::all_of(needed.begin(), needed.end(), [&](Source* source) {
     if (source->available(depth + 1)) {
@@ -219,30 +219,31 @@ bool LeanNode::plan(Plan& plan, int depth) {
       return true;
     }
     LeanNode* producer = source->linked();
-    if (producer != nullptr && producer->made_under(current_hooks()) && producer->plan(plan, depth + 1)) {
-      writes += plan.writes[producer];
+    if (producer != nullptr && producer->made_under(current_hooks()) && producer->collect(found, depth + 1)) {
+      writes += found.writes[producer];
       return true;
     }
     if (!may_promote() || !source->promotable().defined()) return false;
-    plan.promoted.emplace_back(this, source);
+    found.promoted.emplace_back(this, source);
     return true;
   });
   if (!served || writes > kMostWrites * numel_) {
-    // What was to be saved for this node's sake is not, so what hangs on it cannot be had either.
-    plan.promoted.resize(promoted);
-    for (size_t i = count; i < plan.served.size(); ++i) plan.writes[plan.served[i]] = -1;
-    plan.served.resize(count);
+    // The operands collected for this node will not be saved, so nodes that rely on them cannot be rebuilt
+    // either.
+    found.promoted.resize(promoted);
+    for (size_t i = count; i < found.served.size(); ++i) found.writes[found.served[i]] = -1;
+    found.served.resize(count);
     return false;
   }
-  plan.writes[this] = writes;
-  plan.served.push_back(this);
+  found.writes[this] = writes;
+  found.served.push_back(this);
   return true;
 }
 
 bool LeanNode::secure() {
   if (ready()) return true;
-  Plan all;
-  if (!plan(all, 0)) return false;
+  ToSave all;
+  if (!collect(all, 0)) return false;
   int64_t bytes = 0;
   std::unordered_set<const void*> counted;
   for (const auto& [node, source] : all.promoted) {
@@ -281,7 +282,7 @@ Tensor LeanNode::value(bool* fresh) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
   const BackendGuard as_before(made_with_);
   Tensor result = rebuild();
-  TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": made again in ", result.scalar_type());
+  TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": rebuilt in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
     // Consumers that keep a view of the output rely on its layout.
     result = at::empty_strided(result.sizes(), strides_, result.options()).copy_(result);
@@ -299,7 +300,7 @@ Tensor LeanNode::value_with_relu() {
   if (released_ || output_saved_ || at::GradMode::is_enabled()) return {};
   {
     const std::lock_guard<std::mutex> lock(last_mutex_);
-    if (last_ && Tensor(last_->lock()).defined()) return {};  // the value is there
+    if (last_ && Tensor(last_->lock()).defined()) return {};  // the value exists already
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
   const BackendGuard as_before(made_with_);
@@ -360,7 +361,7 @@ void LeanNode::release_variables() {
 
 namespace {
 
-// What is held on this thread, and for which node: an address to compare with.
+// The operands that are held on this thread, and the node that holds them (an address for comparison only).
 struct Held {
   std::weak_ptr<std::vector<Tensor>> operands;
   const Node* node = nullptr;

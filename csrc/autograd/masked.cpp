@@ -1,8 +1,8 @@
 // Gradients of the piecewise linear activations: ReLU, LeakyReLU, Hardtanh and ReLU6, Threshold, Hardsigmoid,
 // PReLU.
 //
-// They keep one bit an element; or, where somebody needs the output anyway and it says as much, their output
-// in place of the bits. The slope of a PReLU is a parameter: its gradient needs the input.
+// They save one bit per element, or their output instead of the bits if it is saved anyway and shows the
+// same. The slope of a PReLU is a parameter: its gradient needs the input.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_prelu_kernel.h>
 #include <ATen/ops/_prelu_kernel_backward.h>
@@ -86,7 +86,7 @@ class MaskedBackward final : public ActivationNode {
     TORCH_INTERNAL_ASSERT(false);
   }
 
-  // Whether the output tells on which side the input was.
+  // Whether the output shows on which side of the threshold the input was.
   bool output_tells() const {
     return mask == Mask::kRelu || (mask == Mask::kLeakyRelu && a >= 0) ||
            (mask == Mask::kHardtanh && a < b) || (mask == Mask::kThreshold && b <= a);
@@ -107,7 +107,7 @@ class MaskedBackward final : public ActivationNode {
 };
 
 Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!ours(x)) return stock_masked(x, mask, a, b);
+  if (!use_lean_node(x)) return stock_masked(x, mask, a, b);
   const auto node = make_node<MaskedBackward>(x);
   node->mask = mask;
   node->a = a.toDouble();
@@ -130,7 +130,8 @@ Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
 }
 
 Tensor& masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!ours(x) || x.is_view() || !x.is_non_overlapping_and_dense()) return stock_masked_(x, mask, a, b);
+  if (!use_lean_node(x) || x.is_view() || !x.is_non_overlapping_and_dense())
+    return stock_masked_(x, mask, a, b);
   torch::autograd::check_inplace(x, /*requires_grad=*/true);
   const auto node = make_node<MaskedBackward>(x);
   node->mask = mask;
@@ -149,7 +150,7 @@ Tensor& masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// PReLU: the slope is a parameter, so its gradient needs the input; a frozen one needs the mask alone
+// PReLU: the slope is a parameter, so its gradient needs the input; a frozen slope needs only the mask
 
 class PReluBackward final : public LeanNode {
  public:
@@ -173,7 +174,7 @@ class PReluBackward final : public LeanNode {
   std::vector<Source*> others() override { return {&bits}; }
 };
 
-// `weight` broadcasts against x, as stock's prelu makes it.
+// The weight is given a shape that broadcasts against x, as in stock's prelu.
 Tensor prelu(const Tensor& x, const Tensor& parameter) {
   const auto fits = [&] {
     const int64_t channels = x.dim() >= 2 ? x.size(1) : 1;

@@ -1,9 +1,9 @@
-// Gradients of batch, group, layer and RMS norm. Each keeps its input, and per channel, group or row a mean
-// and a deviation; batch norm in eval mode its input only where the weight needs a gradient. All of them can
-// be made again from that by their elementwise part.
+// Gradients of batch, group, layer and RMS norm. Each saves its input, and a mean and a deviation per
+// channel, group or row. Batch norm in eval mode saves its input only if the weight needs a gradient. All of
+// them rebuild their output from that by their elementwise part.
 //
-// First derivatives are stock's own backward operators. Where stock has no differentiable backward operator,
-// second ones go through its forward operator, recorded anew.
+// First derivatives are stock's own backward operators. Where stock has no differentiable one, second
+// derivatives go through its forward operator, recorded again.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/group_norm.h>
@@ -21,12 +21,12 @@ using at::Tensor;
 
 namespace {
 
-bool ours(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+bool use_lean_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   return needs_node(input, weight, bias) && served(input) && !has_tangent(input) && !has_tangent(weight) &&
          !has_tangent(bias);
 }
 
-// What the norms have in common: an input, an affine map, and which of the three has an edge.
+// What the norms share: an input, an affine map, and which of the three have edges.
 class NormNode : public LeanNode {
  public:
   using LeanNode::LeanNode;
@@ -48,7 +48,8 @@ class NormNode : public LeanNode {
   Tensor get_weight() { return has_weight_ ? weight.get(*this) : Tensor(); }
   Tensor get_bias() { return has_bias_ ? bias.get(*this) : Tensor(); }
 
-  // Of input, weight and bias: which gradients this pass wants. Edges are made for those that are given.
+  // Which gradients of input, weight and bias this pass needs. There is an edge for each of them that is
+  // given.
   std::array<bool, 3> wanted() const {
     return {task_should_compute_output(0), has_weight_ && task_should_compute_output(1),
             has_bias_ && task_should_compute_output(has_weight_ ? 2 : 1)};
@@ -60,7 +61,7 @@ class NormNode : public LeanNode {
     return grads;
   }
 
-  // Differentiable gradients: those of stock's forward operator, called once more.
+  // Differentiable gradients: through stock's forward operator, called again.
   template <typename Forward>
   variable_list recorded(const Tensor& grad, Forward forward) {
     const bool create_graph = at::GradMode::is_enabled();
@@ -102,7 +103,7 @@ class NormNode : public LeanNode {
   bool has_weight_ = false, has_bias_ = false;
 };
 
-// Edges for the tensors that are given: input first.
+// A node with edges to the tensors that are given, the input first.
 template <typename T>
 auto norm_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   std::vector<Tensor> given{input};
@@ -125,19 +126,19 @@ class BatchNormBackward final : public NormNode {
   Activation activation = Activation::kNone;
   bool training = false;
   bool keeps_input = false;
-  Source bits;  // of a ReLU, where the input is not kept
+  Source bits;  // of a ReLU, if the input is not saved
   std::vector<c10::SymInt> sizes, strides;
 
  protected:
-  // deviation: the variance.
+  // `deviation` holds the variance.
   variable_list backward(const Tensor& grad) override {
     const auto want = wanted();
     const Tensor average = mean.get(*this), variance = deviation.get(*this), w = get_weight();
     if (keeps_input) {
       if (at::GradMode::is_enabled()) {
         return recorded(grad, [&](const Tensor& x, const Tensor& scale, const Tensor& shift) {
-          // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics
-          // in half.
+          // Parameters in the dtype of the statistics: with parameters in half precision, stock would want
+          // statistics in half precision too.
           const auto dtype = average.scalar_type();
           const Tensor z =
               at::batch_norm(x, scale.defined() ? scale.to(dtype) : scale,
@@ -148,7 +149,7 @@ class BatchNormBackward final : public NormNode {
       }
       const Tensor x = input.get(*this);
       Tensor grad_input, grad_weight, grad_bias;
-      if (want[0] && x.is_cpu() && nobody_else_has(grad) && grad.strides() == x.strides() &&
+      if (want[0] && x.is_cpu() && solely_owned(grad) && grad.strides() == x.strides() &&
           grad.scalar_type() == x.scalar_type() && activation != Activation::kSilu) {
         grad_input = grad;
         std::tie(grad_weight, grad_bias) =
@@ -274,7 +275,7 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
   const auto fits = [&](const OptionalTensor& parameter) {
     return !parameter.has_value() || !parameter->defined() || parameter->numel() == input.size(1);
   };
-  if (!ours(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
+  if (!use_lean_node(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
       !fits(weight) || !fits(bias) || input.numel() == 0)
     return stock_activation(at::group_norm(input, groups, weight, bias, eps), kActivation);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
@@ -321,7 +322,7 @@ class LayerNormBackward final : public NormNode {
 
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  if (!ours(input, weight, bias) || input.numel() == 0)
+  if (!use_lean_node(input, weight, bias) || input.numel() == 0)
     return at::layer_norm_symint(input, shape, weight, bias, eps);
   Tensor y, mean, rstd;
   {
@@ -340,7 +341,7 @@ Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const Optional
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Stock composes its RMS norm of operators that each keep a tensor: here it is recorded anew in backward.
+// Stock composes its RMS norm of operators that each save a tensor. Here it is recorded again in backward.
 class RmsNormBackward final : public NormNode {
  public:
   RmsNormBackward() : NormNode("patchconv::RmsNormBackward") {}
@@ -361,7 +362,7 @@ class RmsNormBackward final : public NormNode {
 
 Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                 std::optional<double> eps) {
-  if (!ours(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
+  if (!use_lean_node(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
   Tensor y;
   {
     const at::NoGradGuard no_grad;

@@ -1,5 +1,5 @@
-// Gradients of pools. A max pool keeps the place of each maximum in its window, one byte an output for
-// windows of up to 256 places; an average pool sizes alone.
+// Gradients of pools. A max pool saves the position of each maximum in its window, one byte per output for
+// windows of up to 256 positions. An average pool saves only sizes.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/adaptive_avg_pool2d.h>
 #include <ATen/ops/adaptive_avg_pool3d.h>
@@ -43,7 +43,8 @@ class MaxPoolBackward final : public LeanNode {
   std::vector<Source*> others() override { return {&offsets}; }
 };
 
-// Taking the maxima's places and putting gradients there are linear, and each other's transpose.
+// Reading the maxima (take) and adding gradients to their positions (put) are linear, and each other's
+// transpose.
 struct TakeOrPut : torch::autograd::Function<TakeOrPut> {
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& offsets,
                         bool take, c10::SymIntArrayRef input_size, const PoolSpec& spec) {
@@ -92,7 +93,7 @@ Tensor put_autograd(const Tensor& grad, const Tensor& offsets, c10::SymIntArrayR
   return max_pool_backward(grad, offsets, input_size, spec);
 }
 
-// Batched input, checked arguments.
+// `input` is batched and the arguments are checked.
 Tensor max_pool(const Tensor& input, const PoolSpec& spec, IntArrayRef output_size) {
   const auto node = make_node<MaxPoolBackward>(input);
   node->input.note(input);
@@ -113,8 +114,8 @@ std::vector<int64_t> expanded(IntArrayRef list, int64_t dims) {
 }
 
 // Whether this library records the call. Stock raises the errors for arguments that do not fit.
-bool ours_with(const Tensor& x, int64_t dims) {
-  return ours(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0;
+bool use_pool_node(const Tensor& x, int64_t dims) {
+  return use_lean_node(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0;
 }
 
 std::optional<std::vector<int64_t>> output_size(const Tensor& x, const PoolSpec& spec, bool ceil_mode) {
@@ -140,7 +141,7 @@ std::optional<std::vector<int64_t>> output_size(const Tensor& x, const PoolSpec&
 template <int kDims, auto kStock>
 Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                    IntArrayRef dilation, bool ceil_mode) {
-  if (ours_with(x, kDims) && !kernel.empty()) {
+  if (use_pool_node(x, kDims) && !kernel.empty()) {
     const PoolSpec spec{expanded(kernel, kDims), expanded(stride.empty() ? kernel : stride, kDims),
                         expanded(padding, kDims), expanded(dilation, kDims)};
     if (const auto size = output_size(x, spec, ceil_mode)) {
@@ -156,7 +157,7 @@ Tensor adaptive_max_pool_nd(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, kDims);
   const bool fits =
       size.size() == kDims && std::all_of(size.begin(), size.end(), [](int64_t n) { return n > 0; });
-  if (!ours_with(x, kDims) || !fits) return std::get<0>(kStock(x, output));
+  if (!use_pool_node(x, kDims) || !fits) return std::get<0>(kStock(x, output));
   if (x.dim() == kDims + 2) return max_pool(x, {}, size);
   return max_pool(x.unsqueeze(0), {}, size).squeeze(0);
 }
@@ -172,7 +173,7 @@ class AvgPoolBackward final : public LeanNode {
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    // Stock's operator can be differentiated.
+    // Stock's operator is differentiable.
     if (at::GradMode::is_enabled()) return {spec.backward_with_aten(grad, like.tensor(grad))};
     return {avg_pool_backward(grad, like.sizes, like.format, spec)};
   }
@@ -197,7 +198,7 @@ Tensor avg_pool(const Tensor& x, const AvgPoolSpec& spec) {
 Tensor lean_avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
   const auto window = expanded(kernel, 2);
-  if (!ours_with(x, 2) || window.size() != 2)
+  if (!use_pool_node(x, 2) || window.size() != 2)
     return at::avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
   return avg_pool(x, {false, window, stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
@@ -205,15 +206,15 @@ Tensor lean_avg_pool2d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, 
 Tensor lean_avg_pool3d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor) {
   const auto window = expanded(kernel, 3);
-  if (!ours_with(x, 3) || window.size() != 3)
+  if (!use_pool_node(x, 3) || window.size() != 3)
     return at::avg_pool3d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor);
   return avg_pool(x, {false, window, stride.vec(), padding.vec(), ceil_mode, count_include_pad, divisor});
 }
 
-// As stock does it: a row of height one.
+// As in stock PyTorch: a 2-D pool over images of height one.
 Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                        bool ceil_mode, bool count_include_pad) {
-  if (!ours_with(x, 1) || kernel.size() != 1 || stride.size() > 1 || padding.size() != 1) {
+  if (!use_pool_node(x, 1) || kernel.size() != 1 || stride.size() > 1 || padding.size() != 1) {
     return at::avg_pool1d(x, kernel, stride, padding, ceil_mode, count_include_pad);
   }
   const int64_t step = stride.empty() ? kernel[0] : stride[0];
@@ -222,25 +223,25 @@ Tensor lean_avg_pool1d(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, 
       .squeeze(-2);
 }
 
-// Stock makes a mean of an adaptive pool to one element, which keeps nothing either.
+// Whether an adaptive pool gives one element. Stock computes that as a mean, which saves nothing either.
 bool one(IntArrayRef size) {
   return std::all_of(size.begin(), size.end(), [](int64_t n) { return n == 1; });
 }
 
 Tensor lean_adaptive_avg_pool2d(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, 2);
-  if (!ours_with(x, 2) || size.size() != 2 || one(size)) return at::adaptive_avg_pool2d(x, size);
+  if (!use_pool_node(x, 2) || size.size() != 2 || one(size)) return at::adaptive_avg_pool2d(x, size);
   return avg_pool(x, {true, size});
 }
 
 Tensor lean_adaptive_avg_pool3d(const Tensor& x, IntArrayRef output) {
   const auto size = expanded(output, 3);
-  if (!ours_with(x, 3) || size.size() != 3 || one(size)) return at::adaptive_avg_pool3d(x, size);
+  if (!use_pool_node(x, 3) || size.size() != 3 || one(size)) return at::adaptive_avg_pool3d(x, size);
   return avg_pool(x, {true, size});
 }
 
 Tensor lean_adaptive_avg_pool1d(const Tensor& x, IntArrayRef output) {
-  if (!ours_with(x, 1) || output.size() != 1 || output[0] == 1) return at::adaptive_avg_pool1d(x, output);
+  if (!use_pool_node(x, 1) || output.size() != 1 || output[0] == 1) return at::adaptive_avg_pool1d(x, output);
   return lean_adaptive_avg_pool2d(x.unsqueeze(-2), {1, output[0]}).squeeze(-2);
 }
 

@@ -1,5 +1,5 @@
-// Upsampling and padding: cheap operators whose output is mostly larger than their input, so that a consumer
-// that needs the output in backward does better to have it made again.
+// Upsampling and padding: cheap operators whose output is usually larger than their input, so that a consumer
+// that needs the output in backward does better to have it rebuilt.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_upsample_nearest_exact1d.h>
 #include <ATen/ops/_upsample_nearest_exact2d.h>
@@ -34,7 +34,7 @@ using at::Tensor;
 
 namespace {
 
-// What stock's node, which keeps sizes alone, is given on top: the way to make its output again.
+// A node on top of stock's, which saves only sizes: it can rebuild the output.
 class RemadeBackward final : public LeanNode {
  public:
   RemadeBackward() : LeanNode("patchconv::RemadeBackward") {}
@@ -48,11 +48,11 @@ class RemadeBackward final : public LeanNode {
   bool may_promote() const override { return true; }
 };
 
-// make(x), an operator whose stock node keeps sizes alone.
+// make(x), for an operator whose stock node saves only sizes.
 Tensor remade(const Tensor& x, std::function<Tensor(const Tensor&)> make) {
   Tensor y = make(x);
-  // Autocast may have computed in another dtype, of which x itself is not enough to make it again.
-  if (!ours(x) || y.is_view() || y.is_same(x) || y.scalar_type() != x.scalar_type()) return y;
+  // Autocast may have computed in another dtype; then x alone is not enough to rebuild y.
+  if (!use_lean_node(x) || y.is_view() || y.is_same(x) || y.scalar_type() != x.scalar_type()) return y;
   const auto node = make_node<RemadeBackward>(y);
   node->input.note(x);
   node->make = std::move(make);
@@ -101,7 +101,7 @@ Tensor upsample(const Tensor& x, Sizes size, Scales scales, c10::string_view mod
 
 // ---------------------------------------------------------------------------------------------------------
 
-// Padding that repeats the image: stock's node keeps the input, of which it reads sizes alone.
+// Padding that repeats the image. Stock's node saves the input but reads only its sizes.
 class PadBackward final : public LeanNode {
  public:
   PadBackward() : LeanNode("patchconv::PadBackward") {}
@@ -131,8 +131,8 @@ Tensor pad(const Tensor& x, IntArrayRef pad, c10::string_view mode, std::optiona
     });
   }
   Tensor y;
-  if (!ours(x) || value || pad.size() % 2 != 0 || (x.dim() != dims + 1 && x.dim() != dims + 2) || dims > 3 ||
-      dims < 1) {
+  if (!use_lean_node(x) || value || pad.size() % 2 != 0 || (x.dim() != dims + 1 && x.dim() != dims + 2) ||
+      dims > 3 || dims < 1) {
     return at::pad(x, pad, mode, value);
   }
   {

@@ -1,7 +1,7 @@
-// Gradients of the smooth activations: SiLU, GELU, Hardswish, ELU, Softplus, Mish, which keep their input,
-// and sigmoid and tanh, which keep their output, as stock's do.
+// Gradients of the smooth activations: SiLU, GELU, Hardswish, ELU, Softplus, Mish, which save their input,
+// and sigmoid and tanh, which save their output, as stock's do.
 //
-// In-place forms write where the input was: what they need of it comes from its producer, or is copied first.
+// In-place forms write over their input. If backward needs it, it comes from its producer or is copied first.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/elu.h>
 #include <ATen/ops/elu_backward.h>
@@ -45,7 +45,7 @@ struct Silu {
   static Tensor& value_(Tensor& x, const Numbers&) { return at::silu_(x); }
   static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
     if (!at::GradMode::is_enabled()) return at::silu_backward(grad, x);
-    const Tensor s = at::sigmoid(x);  // stock's operator has no derivative
+    const Tensor s = at::sigmoid(x);  // stock's backward operator has no derivative
     return grad.mul(s.mul(x.mul(s.neg().add(1)).add(1)));
   }
 };
@@ -77,7 +77,8 @@ struct Elu {
   }
 };
 
-// In place stock computes the gradient from what it wrote, which only a slope that is not negative allows.
+// In place, stock computes the gradient from the output, which is possible only for slopes that are not
+// negative.
 struct EluInPlace {
   static constexpr const char* kName = "patchconv::EluInPlaceBackward";
   static constexpr bool kFromOutput = true;
@@ -103,7 +104,7 @@ struct Mish {
   static Tensor& value_(Tensor& x, const Numbers&) { return at::mish_(x); }
   static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
     if (!at::GradMode::is_enabled()) return at::mish_backward(grad, x);
-    const Tensor t = at::tanh(at::softplus(x));  // stock's operator has no derivative
+    const Tensor t = at::tanh(at::softplus(x));  // stock's backward operator has no derivative
     return grad.mul(t.add(x.mul(at::sigmoid(x)).mul(t.mul(t).neg().add(1))));
   }
 };
@@ -159,7 +160,7 @@ auto smooth_node(const Tensor& x, const Numbers& numbers) {
 
 template <typename Kind>
 Tensor smooth(const Tensor& x, const Numbers& numbers) {
-  if (!ours(x)) return Kind::value(x, numbers);
+  if (!use_lean_node(x)) return Kind::value(x, numbers);
   const auto node = smooth_node<Kind>(x, numbers);
   if constexpr (from_output<Kind>) {
     node->input.note(x);
@@ -178,15 +179,15 @@ Tensor smooth(const Tensor& x, const Numbers& numbers) {
 
 template <typename Kind>
 Tensor& smooth_(Tensor& x, const Numbers& numbers) {
-  if (!ours(x) || x.is_view()) return Kind::value_(x, numbers);
+  if (!use_lean_node(x) || x.is_view()) return Kind::value_(x, numbers);
   torch::autograd::check_inplace(x, /*requires_grad=*/true);
   const auto node = smooth_node<Kind>(x, numbers);
   if constexpr (from_output<Kind>) {
     node->input.note(x);
   } else {
-    // What is about to be written over can come from its producer, unless that would have to save it, or is
-    // copied.
-    const auto link = Link::find(x, /*sure=*/false);
+    // The input is about to be written over: it comes from its producer if that can rebuild it without saving
+    // it, else from a copy.
+    const auto link = Link::find(x, /*provide=*/false);
     node->input.keep(link && link->producer->secure() ? x : x.clone());
   }
   {

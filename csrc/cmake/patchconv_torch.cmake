@@ -1,10 +1,10 @@
-# Makes the target `torch` available: libtorch, of the very build that libpatchconv was or is going to be built for.
+# Makes the target `torch` available: the libtorch that libpatchconv was, or is going to be, built for.
 #
 # A CPU build of torch is one find_package(Torch). The package file of a CUDA build insists on a CUDA toolkit with nvcc,
-# even from programs that compile no CUDA code, and is easily misled about where it is: `nvcc` on PATH can be a script
-# outside the toolkit. So the toolkit is looked for first, the way setup.py does it, and the package told. Where there
-# is none, or none is wanted, the target is made from the libraries themselves; that is all a CPU-only build, or a
-# program that uses libpatchconv, needs of torch.
+# even for programs that compile no CUDA code, and is easily misled about where it is: `nvcc` on PATH can be a script
+# outside the toolkit. So the toolkit is searched for here, the way setup.py does it, and passed to the package. If
+# there is none, or none is wanted, the target is made from the libraries themselves. A CPU-only build, or a program
+# that uses libpatchconv, needs no more of torch.
 #
 # In:  CMAKE_PREFIX_PATH or Torch_DIR, or a `python3` that can import torch
 #      PATCHCONV_CUDA (auto, 0 or 1), CUDA_HOME and TORCH_CUDA_ARCH_LIST, the last two from the environment as well
@@ -34,7 +34,7 @@ get_filename_component(patchconv_nvidia "${PATCHCONV_TORCH_ROOT}/../nvidia" ABSO
 file(GLOB PATCHCONV_NVIDIA_INCLUDES "${patchconv_nvidia}/*/include")
 file(GLOB PATCHCONV_NVIDIA_LIBRARIES "${patchconv_nvidia}/cu[0-9]*/lib")
 
-# Whether CUDA is part of it: torch is a CUDA build, and there is a toolkit of the same major version.
+# Whether the CUDA part is built: torch is a CUDA build, and there is a toolkit of the same major version.
 set(patchconv_reason "PATCHCONV_CUDA=0")
 if(NOT PATCHCONV_CUDA STREQUAL "0")
   set(patchconv_reason "torch at ${PATCHCONV_TORCH_ROOT} is not a CUDA build")

@@ -1,4 +1,4 @@
-// The one place where the CUDA part of a build can leave its facts. See the header for why it is a registry.
+// Holds the facts that the CUDA part of a build registers. The header says why this is a registry.
 #include "core/build_facts.h"
 
 #include <utility>
@@ -6,8 +6,7 @@
 namespace patchconv {
 namespace {
 
-// A function's static, because other files register during their own static initialisation, in no given
-// order.
+// A static local: other files register during their own static initialisation, whose order is not defined.
 std::optional<CudaFacts>& slot() {
   static std::optional<CudaFacts> facts;
   return facts;

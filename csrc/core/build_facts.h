@@ -1,8 +1,8 @@
-// What this build is: facts that the CUDA part, where there is one, states about itself.
+// Facts about this build that its CUDA part, if there is one, registers.
 //
-// Files under csrc/cuda/ are simply absent from a CPU-only build, so nothing outside may name them, not even
-// behind an #ifdef. Instead they register here while the library loads, and cuda_facts() stays empty where
-// nobody registered.
+// Files under csrc/cuda/ are absent from a CPU-only build, so no other file may refer to them, not even
+// behind an #ifdef. They register their facts here while the library loads; cuda_facts() is empty if nothing
+// was registered.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,8 @@ struct CudaFacts {
 
 const std::optional<CudaFacts>& cuda_facts();
 
-// Called once, by the CUDA part's static initialisation. The result exists to be assigned to a constant.
+// Called once, during static initialisation of the CUDA part. Returns true, so that the call can initialise a
+// constant.
 bool register_cuda_facts(CudaFacts facts);
 
 }  // namespace patchconv

@@ -30,10 +30,10 @@ ConvLine small_line(const ConvDim& dim) {
 }
 
 std::vector<ConvLine> big_lines(const ConvDim& dim) {
-  // big = p * stride + r * dilation - pad_before: for big = u * stride + residue, a tap r is met where
-  // residue + pad_before - r * dilation is a multiple of the stride, at p = u + that multiple.
+  // big = p * stride + r * dilation - pad_before. With big = u * stride + residue, tap r contributes where
+  // residue + pad_before - r * dilation is a multiple m * stride, and it reads small coordinate p = u + m.
   const int64_t common = std::gcd(dim.stride, dim.dilation);
-  const int64_t period = dim.stride / common;  // of such taps
+  const int64_t period = dim.stride / common;  // between taps that contribute
   std::vector<ConvLine> lines;
   for (int64_t residue = 0; residue < std::min(dim.stride, dim.big); ++residue) {
     ConvLine line;
@@ -46,7 +46,7 @@ std::vector<ConvLine> big_lines(const ConvDim& dim) {
     line.taps = 0;
     for (int64_t r = 0; r < std::min(period, dim.kernel); ++r) {
       if ((residue + dim.pad_before - r * dim.dilation) % dim.stride != 0) continue;
-      // The last tap lies lowest.
+      // The last tap reads the lowest coordinate: the line begins with it.
       line.taps = static_cast<int>((dim.kernel - 1 - r) / period + 1);
       line.tap_first = static_cast<int>(r + (line.taps - 1) * period);
       line.first = (residue + dim.pad_before - line.tap_first * dim.dilation) / dim.stride;

@@ -14,9 +14,9 @@ namespace {
 
 using Tables = std::map<int, std::vector<ConvRule>>;
 
-// What readers see; nullptr while no architecture has a table.
+// The tables that readers use; nullptr while no architecture has one.
 std::atomic<const Tables*> g_tables{nullptr};
-std::mutex g_mutex;  // of writers
+std::mutex g_mutex;  // held by writers
 
 const std::vector<ConvRule>* rules_of(int arch) {
   const Tables* tables = g_tables.load(std::memory_order_acquire);
@@ -62,7 +62,7 @@ bool ConvRule::matches(const ConvQuery& query) const {
 
 bool has_conv_rules(int arch) { return rules_of(arch) != nullptr; }
 
-bool prefers_own_kernel(int arch, const ConvQuery& query) {
+bool prefers_native_kernel(int arch, const ConvQuery& query) {
   const auto* rules = rules_of(arch);
   if (rules == nullptr) return false;
   for (const ConvRule& rule : *rules) {
@@ -88,7 +88,7 @@ void set_conv_rules(int arch, std::optional<std::vector<ConvRule>> rules) {
     tables->erase(arch);
   }
   g_tables.store(tables->empty() ? nullptr : tables.get(), std::memory_order_release);
-  // Never freed: a reader may hold the table of before for as long as it likes.
+  // Never freed: a reader may still be using the previous tables.
   static auto& kept = *new std::vector<std::unique_ptr<const Tables>>();
   kept.push_back(std::move(tables));
 }

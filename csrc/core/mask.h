@@ -1,4 +1,4 @@
-// What a 1-bit mask says about an element, and where its bit lies.
+// 1-bit masks: what the bit of an element means, and where it is stored.
 //
 // Bit i % 8 (the least significant first) of byte i / 8 belongs to element i in the memory order of a dense
 // tensor, whatever its layout. It is 1 where the gradient passes unchanged ("inside"). Spare bits of the last

@@ -1,11 +1,12 @@
-// What a normalisation by channel or group of channels is over, and what may follow it in the same pass.
+// The elements that a normalisation by channel or by group takes its statistics over, and the activation that
+// may follow in the same pass.
 #pragma once
 
 #include <cstdint>
 
 namespace patchconv {
 
-// y of z = (x - mean) / sqrt(var + eps) * weight + bias.
+// y as a function of z = (x - mean) / sqrt(var + eps) * weight + bias.
 enum class Activation : int64_t {
   kNone = 0,  // z
   kRelu = 1,  // z <= 0 ? 0 : z
@@ -13,8 +14,8 @@ enum class Activation : int64_t {
 };
 
 // A tensor of (images, channels, pixels), dense in that order or, with channels_last, as (images, pixels,
-// channels). Its elements share a mean and a variance by channel, over all images (groups = 0: batch norm),
-// or in each image by group of neighbouring channels (group norm; instance norm where groups = channels).
+// channels). There is one mean and one variance per channel, over all images (groups = 0: batch norm), or per
+// image and group of neighbouring channels (group norm; instance norm is groups = channels).
 struct NormShape {
   int64_t images = 0, channels = 0, pixels = 0;
   int64_t groups = 0;

@@ -1,9 +1,9 @@
 // Philox4x32-10: random words as a function of a key and a counter, with no state between them.
 //
 // J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). The key is a
-// 64-bit seed and the counter a 64-bit block index above 64 zero bits, so block b of a seed is the same four
-// words whoever asks, in whatever order: element i of a tensor takes word i % 4 of block i / 4. All
-// constexpr, which device code may call as well (nvcc --expt-relaxed-constexpr).
+// 64-bit seed and the counter a 64-bit block index above 64 zero bits, so block b of a seed is always the
+// same four words, in whatever order blocks are computed: element i of a tensor takes word i % 4 of block i /
+// 4. Everything is constexpr, so that device code can call it too (nvcc --expt-relaxed-constexpr).
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,8 @@ constexpr PhiloxBlock philox_block(uint64_t seed, uint64_t block) {
   return philox(philox_key(seed), {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}});
 }
 
-// An event of probability p happens where a word is less than this: never for p = 0, always for p = 1 (2^32,
-// which no word reaches and 32 bits do not hold).
+// An event of probability p happens where a word is below this threshold: 0 (never) for p = 0, and 2^32
+// (always), which does not fit 32 bits, for p = 1.
 constexpr uint64_t philox_threshold(double p) { return static_cast<uint64_t>(p * 4294967296.0 + 0.5); }
 
 }  // namespace patchconv

@@ -50,12 +50,12 @@ double halo_percent(const PlanRequest& request, const std::vector<int64_t>& piec
     const int64_t whole = touched(extent);
     if (whole > 0) ratio *= static_cast<double>(sum) / static_cast<double>(whole);
   }
-  // Pieces that skip coordinates (stride beyond the kernel) read less than the whole range spans, not more.
+  // With a stride beyond the kernel, pieces skip coordinates and read less than the whole range.
   return std::max(0.0, (ratio - 1) * 100);
 }
 
-// Cuts the dimensions from the first one on into the fewest pieces whose tiles take at most `target` bytes.
-// False if none do.
+// Cuts the dimensions in order into the fewest pieces whose tiles take at most `target` bytes. False if none
+// do.
 bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_t>* pieces) {
   for (size_t d = 0; d < pieces->size(); ++d) {
     if (tile_bytes(request, *pieces) <= target) return true;
@@ -95,13 +95,14 @@ bool cut(const PlanRequest& request, int64_t target, std::vector<int64_t>* piece
   return true;
 }
 
-// Whole images where they fit, else pieces of single ones, with as many tiles in flight as there are threads
-// if these fit together, else one.
+// Whole images where they fit, else pieces of single images. There are as many tiles in flight as threads if
+// these fit together, else one.
 void cut_automatically(const PlanRequest& request, TilePlan* plan) {
   const std::vector<int64_t> whole(plan->pieces.size(), 1);
   for (const int64_t flight : {request.threads, int64_t{1}}) {
-    // What every tile costs whatever its size (layouts of the weight) must leave most of the limit to the
-    // tiles; where a single one takes more, the tile is still not cut to pieces for it.
+    // The cost of a tile that does not depend on its size (layouts of the weight) must leave most of the
+    // limit to the tiles. A tile is not cut further for that cost alone: it always gets a quarter of the
+    // limit.
     const int64_t fixed = flight * request.cost.fixed_bytes;
     if (flight > 1 && fixed > request.limit / 4) continue;
     int64_t budget = std::max(request.limit - fixed, request.limit / 4);
@@ -200,11 +201,11 @@ std::string TilePlan::explanation(int64_t limit) const {
       text = "splits were given";
       break;
     case PlanReason::kPadding:
-      text =
-          "the padding is made by the geometry, tile by tile, in place of a padded copy of the whole input";
+      text = "padding is added tile by tile, in place of a padded copy of the whole input";
       break;
     case PlanReason::kFaster:
-      text = "one call would fit, but stock is slow with padding this wide, this precision or this size";
+      text =
+          "one call would fit, but stock PyTorch is slow with padding this wide, this precision or this size";
       break;
     case PlanReason::kTooLarge:
       text = "one call would need about " + format_bytes(whole_bytes) +

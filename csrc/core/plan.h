@@ -28,7 +28,7 @@ struct TileCost {
 enum class PlanReason {
   kFits,      // one call needs no more than the limit
   kAsked,     // explicit splits
-  kPadding,   // the padding is not one that stock PyTorch can do without a padded copy, or does wrongly
+  kPadding,   // stock PyTorch would make a padded copy for this padding, or computes it wrongly
   kFaster,    // one call fits, but tiles are known to be much faster
   kTooLarge,  // one call would need more than the limit
   kEmpty,     // nothing to compute
@@ -36,7 +36,7 @@ enum class PlanReason {
 
 struct TilePlan {
   bool tiled = false;           // false: one call of the stock operator
-  int64_t batch_step = 0;       // images a tile
+  int64_t batch_step = 0;       // images per tile
   std::vector<int64_t> pieces;  // per spatial dimension
   int64_t in_flight = 1;        // tiles computed at the same time
   int64_t tile_bytes = 0;       // transient memory of the tiles in flight, estimated
@@ -46,7 +46,7 @@ struct TilePlan {
   bool clamped = false;  // more pieces were asked for than there are coordinates
 
   int64_t tiles_per_image() const;
-  // One sentence a person can read.
+  // One sentence for users.
   std::string explanation(int64_t limit) const;
 };
 
@@ -58,11 +58,11 @@ struct PlanRequest {
   int64_t whole_bytes = 0;      // what one stock call would need
   bool stock_is_slow = false;   // tiles are known to be much faster than one stock call
   bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
-  std::vector<int64_t> splits;  // empty: automatic; else one entry a dimension, each at least 1
+  std::vector<int64_t> splits;  // empty: automatic; else one entry per dimension, each at least 1
   int64_t limit = 0;            // bytes
-  int64_t preferred_bytes = 0;  // more than this in flight is slower (caches); 0: no preference
-  bool copies = false;          // tiles are copies in any case, so that cutting columns costs nothing more
-  int64_t threads = 1;          // that may compute a tile each
+  int64_t preferred_bytes = 0;  // more bytes in flight are slower (caches); 0: no preference
+  bool copies = false;          // tiles are copied anyway, so that cutting columns costs nothing more
+  int64_t threads = 1;          // that may each compute a tile
 };
 
 TilePlan make_plan(const PlanRequest& request);

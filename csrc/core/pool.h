@@ -1,9 +1,9 @@
-// The windows of a pooling, the maximum of one, and which place of the input an offset in one means.
+// Pooling windows, the maximum of a window, and the input position that an offset in a window stands for.
 //
 // Windows are regular (kernel, stride, padding, dilation) or adaptive: output o covers the coordinates from
-// floor(o * in / out) to ceil((o + 1) * in / out). Where a maximum lies is told by its offset: its position
-// among all taps of its window, row-major, taps in the padding included. Three dimensions always; leading
-// ones that a pooling lacks have size one. Nothing here knows of tensors.
+// floor(o * in / out) to ceil((o + 1) * in / out). The position of a maximum is stored as an offset: its
+// index among all taps of its window in row-major order, taps in the padding included. There are always three
+// dimensions; a pooling of fewer has leading ones of size one. Nothing here knows of tensors.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ struct PoolWindow {
   int64_t start = 0;  // coordinate of its first tap; negative in the padding
   int64_t taps = 1;
   int64_t dilation = 1;
-  // The taps that lie inside the input. With dilation there may be none: it then begins at the first tap
-  // behind the padding before the input.
+  // The taps that lie inside the input. With dilation there may be none; the range then begins at the first
+  // tap behind the leading padding.
   Range inside{0, 1};
 
   int64_t coordinate(int64_t tap) const { return start + tap * dilation; }
@@ -34,12 +34,12 @@ struct PoolDim {
   int64_t in = 1;
   int64_t out = 1;
   bool adaptive = false;
-  int64_t kernel = 1;  // adaptive: the most taps of any window; the others have as many or one less
-  int64_t stride = 1;  // this and the rest: regular windows only
+  int64_t kernel = 1;  // adaptive: taps of the largest window; the others have as many or one less
+  int64_t stride = 1;  // from here on: regular windows only
   int64_t padding = 0;
   int64_t dilation = 1;
 
-  // Adaptive windows of one size that follow each other are regular ones.
+  // Adaptive windows of equal size are regular windows.
   static PoolDim adaptive_to(int64_t in, int64_t out) {
     if (out == 0) return {in, out};
     if (in % out == 0) return {in, out, false, in / out, in / out};
@@ -48,7 +48,7 @@ struct PoolDim {
     return dim;
   }
 
-  // Coordinates of the first tap and behind the last; both may lie in the padding.
+  // The coordinate of the first tap, and (end) one past the last. Both may lie in the padding.
   int64_t start(int64_t o) const { return adaptive ? o * in / out : o * stride - padding; }
   int64_t taps(int64_t o) const { return adaptive ? ((o + 1) * in + out - 1) / out - start(o) : kernel; }
   int64_t end(int64_t o) const { return start(o) + (taps(o) - 1) * dilation + 1; }
@@ -74,7 +74,7 @@ struct PoolDim {
   // Whether no coordinate belongs to two windows.
   bool disjoint() const { return !adaptive && (stride >= reach() || out <= 1); }
 
-  // Whether some window meets nothing but padding.
+  // Whether some window has no tap inside the input.
   bool has_empty_window() const {
     auto empty_in = [&](int64_t begin, int64_t end) {
       for (int64_t o = begin; o < end; ++o) {
@@ -87,13 +87,13 @@ struct PoolDim {
   }
 };
 
-// A pooling of tensors laid out as (outer, depth, height, width, inner): planes and 1 where they are
-// contiguous, images and channels in channels-last formats.
+// A pooling of tensors laid out as (outer, depth, height, width, inner). For contiguous tensors outer counts
+// planes and inner is 1; in channels-last formats outer counts images and inner channels.
 struct Pool {
   std::array<PoolDim, 3> dims;
   int64_t outer = 0, inner = 1;
 
-  // Sizes of the spatial dimensions; an empty `kernel` asks for adaptive windows.
+  // One entry per spatial dimension; an empty `kernel` means adaptive windows.
   Pool(std::span<const int64_t> in, std::span<const int64_t> out, std::span<const int64_t> kernel,
        std::span<const int64_t> stride, std::span<const int64_t> padding, std::span<const int64_t> dilation) {
     for (size_t i = 0, d = dims.size() - in.size(); i < in.size(); ++i, ++d) {
@@ -116,11 +116,11 @@ struct Pool {
   }
 };
 
-// Bytes of an offset where the largest window has this many positions: unsigned, then signed where it
-// takes 4.
+// Bytes of an offset if the largest window has this many positions. Offsets of 1 and 2 bytes are unsigned, of
+// 4 signed.
 inline int64_t offset_bytes(int64_t positions) { return positions <= 256 ? 1 : positions <= 65536 ? 2 : 4; }
 
-// Row number `number` of the output: where it lies, and its windows but for the width.
+// Row `number` of the output: its position, and its windows along depth and height.
 struct PoolRow {
   int64_t number, outer;
   PoolWindow depth, height;
@@ -150,9 +150,9 @@ template <typename Visit>
   }
 }
 
-// How values compare: a value wins whose key is greater than the best so far or that is not a number. So of
-// equal maxima the first is kept and of several NaN the last, as stock PyTorch does. `settle` makes the key
-// of a winner that only NaN beat.
+// How values compare. A value wins if its key is greater than the best so far or if it is NaN. So of equal
+// maxima the first is kept, and of several NaN the last, as in stock PyTorch. Once a NaN has won, `settle`
+// gives a key that only another NaN beats.
 template <typename T>
 struct PoolOrder {
   using Raw = T;
@@ -167,9 +167,8 @@ struct PoolOrder {
   }
 };
 
-// Half types, given by the bits of their infinity, compare as integers of their own width; two zeros are
-// equal. Choices are made without a condition: compilers do not always see that a loop with one can be
-// vectorised.
+// Half types, told apart by the bits of their infinity, compare as 16-bit integers; the two zeros are equal.
+// choose() has no branch: compilers do not always vectorise a loop with a condition.
 template <int16_t kInfinity>
 struct HalfPoolOrder {
   using Raw = uint16_t;
@@ -208,8 +207,8 @@ struct PoolMaximum {
   }
 };
 
-// The same of several windows side by side, in loops that compilers vectorise. Taps are as wide as the values
-// where they fit.
+// The same for several windows side by side, in loops that compilers vectorise. Taps are as wide as the
+// values where they fit.
 template <typename Order, typename Tap, int64_t kLanes>
 struct PoolMaxima {
   using Raw = typename Order::Raw;
@@ -220,7 +219,8 @@ struct PoolMaxima {
   Raw value[kKeyIsValue ? 1 : kLanes];
   Tap offsets[kLanes];
 
-  // `column` is the first lane's; the others' values lie `stride` apart in `plane`, positions `inner`.
+  // `column` is the window of the first lane. In `plane`, lanes are `stride` elements apart and positions
+  // `inner`.
   [[gnu::always_inline]] void scan(const Pool& pool, const PoolRow& row, const PoolWindow& column,
                                    const Raw* plane, int64_t inner, int64_t stride, int64_t lanes) {
     for (int64_t l = 0; l < lanes; ++l) {
@@ -252,11 +252,11 @@ struct PoolMaxima {
   }
 };
 
-// How offsets lead to places.
+// How an offset is turned into a position of the input.
 enum class Follow {
-  kPlain,   // by the table: one channel, windows of regular width
+  kPlain,   // by the table; one channel, regular windows
   kTable,   // by the table
-  kDivide,  // by division: windows of more positions, or some that meet nothing but padding
+  kDivide,  // by division: windows of more than 256 positions, or some without a tap inside the input
 };
 
 inline Follow follow_offsets(const Pool& pool) {
@@ -264,12 +264,13 @@ inline Follow follow_offsets(const Pool& pool) {
   return pool.inner == 1 && !pool.width().adaptive ? Follow::kPlain : Follow::kTable;
 }
 
-// For windows of at most 256 positions: from a window's first tap to the tap that an offset means.
+// For windows of at most 256 positions: the distance from a window's first tap to the tap that an offset
+// stands for.
 struct PoolTable {
   struct Column {
     int64_t start = 0, taps = 0;
   };
-  // By how many lines, and taps a line, a window has less than the largest; then by offset.
+  // By how many lines, and how many taps per line, a window has fewer than the largest one; then by offset.
   std::array<std::array<std::array<int64_t, 256>, 2>, 2> ways{};
   std::vector<Column> columns;
 
@@ -295,8 +296,9 @@ struct PoolTable {
   }
 };
 
-// Calls visit(element, position, place, inside) for channels [c0, c1) of one row's maxima: the position is
-// the flat index in the plane, the place that of the element in (plane, inner).
+// Calls visit(element, position, place, inside) for the maxima of one row, channels [c0, c1): `position` is
+// the flat index in the plane, `place` the index in (plane, inner), `inside` whether the position lies in the
+// input.
 template <Follow kFollow, typename Offset, typename Visit>
 inline void each_maximum(const Pool& pool, const PoolTable& table, int64_t number, int64_t c0, int64_t c1,
                          const Offset* offsets, Visit visit) {

@@ -21,7 +21,7 @@ std::atomic<bool> g_recompute{true};
 
 std::mutex g_path_mutex;
 PathRecord g_last_path;
-std::vector<std::vector<PathRecord>> g_path_logs;  // one a start that has not been stopped
+std::vector<std::vector<PathRecord>> g_path_logs;  // one per start_path_log() that was not stopped yet
 
 }  // namespace
 

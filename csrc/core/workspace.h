@@ -1,5 +1,5 @@
-// Another workspace limit for one thread, until the guard dies: how a call that ran out of memory tries
-// again.
+// Another workspace limit for one thread, while the guard lives. A call that ran out of memory tries again
+// with it.
 #pragma once
 
 #include <cstdint>

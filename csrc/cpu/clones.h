@@ -1,5 +1,5 @@
-// One function compiled for several instruction sets and chosen when the library is loaded, where compiler
-// and loader can; elsewhere compiled once.
+// Compiles a function for several instruction sets, one of which is chosen when the library is loaded, if
+// compiler and loader can do that; else compiles it once.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)

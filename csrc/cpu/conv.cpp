@@ -1,9 +1,9 @@
 // The CPU's part of the convolutions: how much memory stock operators take, in which form tiles compute
 // fastest, and registration.
 //
-// oneDNN serves float32, best from channels_last: an NCHW input costs it a reordered copy of input and
-// output, so NCHW tensors are cut into strips that are turned to channels_last in the cache. float64, and
-// what else oneDNN does not serve, goes through a column buffer of C*R*S values an output pixel; half
+// oneDNN serves float32, best from channels_last: for NCHW tensors it makes reordered copies of input and
+// output, so these are cut into strips that are converted to channels_last in the cache. float64, and
+// whatever else oneDNN does not serve, goes through a column buffer of C*R*S values per output pixel. Half
 // precision that the processor cannot multiply is computed in float32. Accumulation is in float32, or float64
 // for float64.
 #include <ATen/Context.h>
@@ -30,11 +30,11 @@ using at::Tensor;
 
 namespace {
 
-// Tiles beyond the last-level cache gain nothing; much smaller ones pay for more calls.
+// Tiles larger than the last-level cache gain nothing; much smaller ones pay for more calls.
 constexpr int64_t kPreferredBytes = int64_t{16} << 20;
 
-// oneDNN computes wider zero padding of columns by ways that are two to some hundred times slower: without
-// AVX-512 beyond a few columns, with it where an output sees padding alone (bench/padding.py).
+// With wider zero padding of columns oneDNN is two to several hundred times slower: without AVX-512 beyond a
+// few columns, with it where an output sees only padding (bench/padding.py).
 int64_t widest_fast_padding(const ConvProblem& problem) {
   constexpr int64_t kFewColumns = 3;
   return has_avx512() ? problem.dims.back().reach() - 1 : kFewColumns;
@@ -47,8 +47,8 @@ constexpr int64_t kLargeMatrix = 32 * 32;  // of a weight gradient's products
 
 bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
 
-// Whether stock PyTorch hands this convolution to oneDNN. Asked with tensors of one element spread over the
-// sizes, the padding counted as part of the grid.
+// Whether stock PyTorch hands this convolution to oneDNN. The question is put with tensors of one element,
+// expanded to the sizes, with the padding counted as part of the grid.
 bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) {
   const bool transposed = pass == ConvPass::kBig;
   const auto spread = [&](const std::vector<int64_t>& sizes) { return at::empty({1}, dtype).expand(sizes); };
@@ -68,35 +68,36 @@ bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType 
 
 bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
 
-// Whether oneDNN computes a tile of this dtype: stock's own choice among libraries also looks at sizes and
+// Whether oneDNN computes a tile of this dtype. Stock's own choice among libraries also depends on sizes and
 // threads, and would take a column buffer for small tiles.
 bool computed_by_onednn(at::ScalarType dtype) {
   return at::hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
          (dtype == at::kFloat || (dtype != at::kDouble && multiplies_half(dtype)));
 }
 
-// Two faults of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch shares
-// (tests/conv/test_onednn.py): half precision follows a null pointer where all that some output coordinate sees is
-// padding,
+// Two bugs of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch has too
+// (tests/conv/test_onednn.py). The first: in half precision they read a null pointer if some output
+// coordinate sees only padding.
 bool crashes_in_half(const ConvProblem& problem) {
   return std::any_of(problem.dims.begin(), problem.dims.end(),
                      [](const ConvDim& d) { return d.reads_only_padding(); });
 }
 
-// and in channels_last a stride over single input channels reads behind the end of the input.
+// The second: in channels_last, with a stride and single input channels, they read past the end of the input.
 bool reads_past_end(const ConvProblem& problem) {
   return problem.big_channels == problem.groups && problem.small_channels > problem.groups &&
          std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
 }
 
-// Dense and said to be so: with one channel, strides can also mean channels_last, and oneDNN takes them so.
+// Contiguous, with the strides of a contiguous tensor: with one channel, other strides could also mean
+// channels_last, and oneDNN takes them so.
 Tensor plainly_contiguous(const Tensor& tensor) {
   return tensor.contiguous().view({-1}).view(tensor.sizes());
 }
 
-// oneDNN prepares a primitive for omp_get_max_threads() threads and expects as many when it runs. Within a
-// parallel region only one runs, so only one may be promised. The setting is the region's own and ends with
-// it.
+// oneDNN prepares a primitive for omp_get_max_threads() threads and expects that many when it runs. Within a
+// parallel region only one runs, so that number is set to one. The setting belongs to the region and ends
+// with it.
 struct SerialWithin {
   SerialWithin() { omp_set_num_threads(1); }
 };
@@ -110,7 +111,7 @@ class CpuEngine : public ConvEngine {
     const int64_t small = c10::multiply_integers(problem.small_sizes(problem.batch)) * element;
     const int64_t columns =
         small / problem.small_channels * (problem.big_channels / problem.groups) * problem.kernel_volume();
-    // Asking costs a microsecond or two: most calls are far too small for the answer to matter.
+    // The question takes a microsecond or two, and most calls are far too small for the answer to matter.
     if (big + small + columns <= enough) return big + small + columns;
     if (!served_by_onednn(problem, pass, dtype)) return columns;
     const bool as_it_is =
@@ -121,7 +122,7 @@ class CpuEngine : public ConvEngine {
 
   TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     TileStyle style;
-    // Sums over several tiles would be rounded to half precision once a tile: they are made in float32.
+    // Sums over several tiles would be rounded to half precision once per tile, so they are made in float32.
     const bool sums = pass == ConvPass::kWeight || problem.gather.has_value();
     style.dtype = is_half(dtype) && (sums || !multiplies_half(dtype)) ? at::kFloat : dtype;
     const auto way =
@@ -138,8 +139,8 @@ class CpuEngine : public ConvEngine {
     const auto element = static_cast<int64_t>(c10::elementSize(style.dtype));
     style.cost.big_bytes = problem.big_channels * element;
     style.cost.small_bytes = problem.small_channels * element;
-    // Each call turns the weight to its own layout; weight gradients have a sum a thread, and stock's a part
-    // a call.
+    // Each call converts the weight to its own layout. Weight gradients have one sum per thread, and stock's
+    // one partial result per call.
     style.cost.fixed_bytes = c10::multiply_integers(problem.weight_sizes()) * element *
                              (pass == ConvPass::kWeight && !products ? 3 : 1);
     if (!onednn && !products) {
@@ -150,13 +151,13 @@ class CpuEngine : public ConvEngine {
       style.cost.small_bytes *= 2;
     }
     style.preferred_bytes = kPreferredBytes;
-    style.copies = pass != ConvPass::kWeight;  // products of whole rows are longer
+    style.copies = pass != ConvPass::kWeight;  // weight gradients multiply whole rows, which are longer uncut
     style.max_padding =
         products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : widest_fast_padding(problem);
-    // Stock's own choice of algorithm depends on the number of threads, so tiles that it computes take them
-    // all.
-    const bool own_way = products || direct || (onednn && pass == ConvPass::kSmall);
-    style.threads = own_way && !at::in_parallel_region() ? at::get_num_threads() : 1;
+    // Stock's own choice of algorithm depends on the number of threads, so a tile that stock computes gets
+    // all of them.
+    const bool without_stock = products || direct || (onednn && pass == ConvPass::kSmall);
+    style.threads = without_stock && !at::in_parallel_region() ? at::get_num_threads() : 1;
     return style;
   }
 
@@ -196,7 +197,8 @@ class CpuEngine : public ConvEngine {
 
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
     if (is_half(dtype) && !multiplies_half(dtype)) {
-      // Float32 tiles are up to some hundred times faster, where there is work enough to pay for making them.
+      // Float32 tiles are up to several hundred times faster, where there is enough work to pay for the
+      // conversion.
       const int64_t products = c10::multiply_integers(problem.small_sizes(problem.batch)) *
                                problem.kernel_volume() * (problem.big_channels / problem.groups);
       const int64_t matrix =
@@ -204,7 +206,7 @@ class CpuEngine : public ConvEngine {
       return products >= kManyProducts && (pass != ConvPass::kWeight || matrix >= kLargeMatrix);
     }
     if (pass == ConvPass::kWeight && dtype == at::kFloat) {
-      // Weight gradients leave oneDNN's fast kernels where a tensor's bytes no longer fit 31 bits.
+      // oneDNN's fast kernels do not compute weight gradients of tensors whose bytes do not fit 31 bits.
       const int64_t most = std::max(c10::multiply_integers(problem.big_sizes(problem.batch)),
                                     c10::multiply_integers(problem.small_sizes(problem.batch)));
       return most * static_cast<int64_t>(sizeof(float)) > std::numeric_limits<int32_t>::max();

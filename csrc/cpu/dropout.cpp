@@ -1,10 +1,10 @@
 // Dropout on the CPU: the input with elements dropped at random, from a seed instead of a stored mask.
 //
 // Element i in memory order takes word i % 4 of Philox block i / 4 of the seed (core/philox.h) and is kept
-// with probability 1 - p, so any part of the mask can be made again at any time, by any number of threads.
-// Kept elements become x * scale + shift, dropped ones x * 0 + fill; where shift and fill are zero nothing is
-// added, which keeps -0.0 as stock's product with a mask does. Half types compute in float32 and round once.
-// Allocates the output; each thread holds one chunk of words and values on its stack.
+// with probability 1 - p, so any part of the mask can be computed again at any time, by any number of
+// threads. Kept elements become x * scale + shift, dropped ones x * 0 + fill; where shift and fill are zero
+// nothing is added, which keeps -0.0 as stock's product with a mask does. Half types compute in float32 and
+// round once. Allocates the output; each thread has one chunk of words and values on its stack.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -27,11 +27,11 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kChunk = 1024;   // elements whose words are made at once; a multiple of 4 * kLanes
+constexpr int64_t kChunk = 1024;   // elements whose words are computed at once; a multiple of 4 * kLanes
 constexpr int64_t kLanes = 8;      // blocks computed side by side
 constexpr int64_t kGrain = 16384;  // elements below which another thread does not pay
 
-// What becomes of an element, in the type it is computed in.
+// What kept and dropped elements become, in the type they are computed in.
 template <typename Math>
 struct Outcome {
   Math scale, shift, fill;
@@ -60,7 +60,8 @@ struct Outcome {
 
 template <bool kAdds, typename Math>
 [[gnu::always_inline]] inline void apply(Math* values, const uint32_t* words, const Outcome<Math>& outcome) {
-  // No word reaches a threshold of 2^32: the comparison stays in 32 bits, as wide as a float.
+  // A threshold of 2^32, which no word reaches, is handled apart: so the comparison stays in 32 bits, as wide
+  // as a float.
   const bool drops_all = outcome.threshold > UINT32_MAX;
   const uint32_t threshold = static_cast<uint32_t>(outcome.threshold);
   const Math scale = drops_all ? Math(0) : outcome.scale;
@@ -81,8 +82,8 @@ template <typename scalar_t, typename Math>
                                                const Outcome<Math>& outcome) {
   const bool adds = outcome.shift != 0 || outcome.fill != 0;
   alignas(64) uint32_t words[kChunk];
-  // Conversions stay in loops of their own: in one with the choice they would keep it from being vectorised,
-  // and a branch on a random bit costs more than all the rest.
+  // Conversions have loops of their own: in the loop with the choice they would prevent vectorisation, and a
+  // branch on a random bit costs more than all the rest.
   alignas(64) Math values[kChunk] = {};
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t start = chunk * kChunk;
@@ -98,7 +99,7 @@ template <typename scalar_t, typename Math>
   }
 }
 
-// Templates cannot be compiled for several instruction sets, overloads can.
+// Overloads can be compiled for several instruction sets, templates cannot.
 #define PATCHCONV_DROP(scalar_t, Math)                                                             \
   PATCHCONV_CLONES void drop(const scalar_t* input, scalar_t* output, int64_t size, int64_t begin, \
                              int64_t end, uint64_t seed, const Outcome<Math>& outcome) {           \
@@ -111,10 +112,12 @@ PATCHCONV_DROP(c10::Half, float)
 #undef PATCHCONV_DROP
 
 Tensor dropout(const Tensor& input, const Tensor& seed, double p, double scale, double shift, double fill) {
-  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: p must be between 0 and 1, got ", p);
+  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: expected p to be between 0 and 1, got ", p);
   TORCH_CHECK(seed.scalar_type() == at::kLong && seed.numel() == 1,
-              "patchconv::_dropout: seed must be one int64");
-  TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_dropout: input must be dense");
+              "patchconv::_dropout: expected seed to be one int64, got ", seed.sizes(), " of ",
+              seed.scalar_type());
+  TORCH_CHECK(input.is_non_overlapping_and_dense(),
+              "patchconv::_dropout: expected input to be dense, got strides ", input.strides());
   Tensor output = at::empty_like(input);
   TORCH_INTERNAL_ASSERT_DEBUG_ONLY(output.strides() == input.strides());
   const uint64_t key = static_cast<uint64_t>(*seed.const_data_ptr<int64_t>());

@@ -1,11 +1,11 @@
-// CPU kernels of the activations that keep one bit an element for their backward: forward with the bits in
+// CPU kernels of the activations that save one bit per element for their backward: forward with the bits in
 // one pass (also in place), the bits alone, and the gradient from the bits.
 //
 // Allocates the output and the bits, nothing else. Values and gradients are stock PyTorch's bit for bit: a
 // half-precision element is compared with a bound of float32, clamped to a bound of its own dtype, and
-// multiplied in float32 and rounded once; float64 is multiplied in float64. Every element, those of an
-// incomplete last block too, goes through the same code: vectors of 16 bytes, which GCC and Clang have for
-// any processor. Wider ones, or stores past the cache, gain nothing where it is the memory that limits.
+// multiplied in float32 and rounded once; float64 is multiplied in float64. Every element, also in an
+// incomplete last block, goes through the same code: vectors of 16 bytes, which GCC and Clang support on any
+// processor. Wider vectors, or stores that bypass the cache, gain nothing, since memory is the limit.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -28,7 +28,8 @@
 
 #include "core/mask.h"
 
-// Down to the loop over blocks: a call a block costs a fifth of the time where the result's pages are new.
+// Inlines everything into the loop over blocks: a call per block costs a fifth of the time if the result's
+// pages are new.
 #define PATCHCONV_INLINE inline __attribute__((always_inline))
 
 namespace patchconv {
@@ -41,7 +42,7 @@ constexpr int64_t kBlock = 64;     // elements that are worked on together
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 
 template <typename T>
-using Wide = at::opmath_type<T>;  // in which stock multiplies, and compares for a gradient
+using Wide = at::opmath_type<T>;  // stock multiplies, and compares for a gradient, in this type
 template <typename T>
 using Stored = std::conditional_t<sizeof(T) == 2, int16_t, T>;  // half types as integers
 
@@ -55,7 +56,7 @@ struct Vectors {
 template <typename S>
 using Vector = typename Vectors<S>::Values;
 template <typename S>
-using MaskVector = typename Vectors<S>::Masks;  // all ones or all zeros an element, as comparisons give it
+using MaskVector = typename Vectors<S>::Masks;  // all ones or all zeros per element, as comparisons give it
 template <typename S>
 constexpr int64_t kLanes = 16 / sizeof(S);
 
@@ -95,9 +96,9 @@ struct Order {
   static PATCHCONV_INLINE M above(V x, Bound b) { return x > all(b); }
 };
 
-// Half types compare as integers, without conversion: where the magnitude of the negative ones is inverted,
-// their bits are in the order of the numbers, with NaN at both ends. A bound becomes, for every comparison,
-// the last (first) integer for which it holds.
+// Half types compare as integers, without conversion: with the magnitude of negative numbers inverted, their
+// bits are in the order of the numbers, with NaN at both ends. For each comparison a bound becomes the last
+// (or first) integer for which it holds.
 template <typename T>
 struct HalfOrder {
   using V = Vector<int16_t>;
@@ -107,7 +108,7 @@ struct HalfOrder {
   static constexpr int16_t kLast = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;  // infinity
   static constexpr int16_t kFirst = -kLast - 1;
 
-  // The last integer, counted from `first` in steps of `step`, of a number for which `holds`.
+  // The last integer, from `first` on in steps of `step`, whose number `holds` accepts.
   template <typename Holds>
   static int16_t last(int first, int step, const Holds& holds) {
     int begin = 0, end = kLast - kFirst + 1;
@@ -142,8 +143,8 @@ struct Order<at::Half> : HalfOrder<at::Half> {};
 template <>
 struct Order<at::BFloat16> : HalfOrder<at::BFloat16> {};
 
-// A block of half precision to float32 and back, rounded to nearest even. torch's own for float16 has
-// branches, which compilers do not vectorise.
+// A block of half precision to float32 and back, rounded to nearest even. torch's own conversion of float16
+// has branches, which compilers do not vectorise.
 PATCHCONV_INLINE int32_t choose(bool which, int32_t yes, int32_t no) {
   return no ^ (-int32_t{which} & (yes ^ no));
 }
@@ -186,7 +187,7 @@ PATCHCONV_INLINE void map_wide(const Stored<T>* x, Stored<T>* y, const Function&
 template <typename S>
 PATCHCONV_INLINE uint16_t pack(const MaskVector<S>* masks) {
 #if defined(__SSE2__)
-  // Saturation halves the size of all ones and all zeros and leaves them what they are.
+  // Packing with saturation halves the size of an element, and keeps all ones and all zeros.
   __m128i v[sizeof(S)];
   std::memcpy(v, masks, sizeof(v));
   for (size_t bytes = sizeof(S); bytes > 1; bytes /= 2) {
@@ -210,7 +211,7 @@ PATCHCONV_INLINE MaskVector<S> unpack(const uint8_t* bits, int64_t first) {
   if constexpr (sizeof(S) == 2) {
     const Vector<int16_t> lanes = {1, 2, 4, 8, 16, 32, 64, 128};
     return (all(static_cast<int16_t>(here)) & lanes) == lanes;
-  } else {  // an element of 8 bytes as two of 4: SSE2 does not compare 8
+  } else {  // an element of 8 bytes as two of 4: SSE2 cannot compare 8
     const auto lanes = sizeof(S) == 4 ? Vector<int32_t>{1, 2, 4, 8} : Vector<int32_t>{1, 1, 2, 2};
     return (MaskVector<S>)((all(here) & lanes) == lanes);
   }
@@ -231,7 +232,7 @@ Rule<T> make_rule(Mask kind, double a, double b, bool values) {
   const bool hardtanh = kind == Mask::kHardtanh, threshold = kind == Mask::kThreshold;
   const bool hardsigmoid = kind == Mask::kHardsigmoid;
   const auto bound = [](double x) { return Order<T>::bound(c10::Scalar(x).to<Wide<T>>()); };
-  // What is not used is not converted either: a conversion that overflows is an error.
+  // Parameters that are not used are not converted either: a conversion that overflows is an error.
   const T low = c10::Scalar(values && hardtanh ? a : values && threshold ? b : 0.0).to<T>();
   const T high = c10::Scalar(values && hardtanh ? b : 0.0).to<T>();
   return {.low = bound(hardsigmoid             ? -3
@@ -288,7 +289,7 @@ PATCHCONV_INLINE void activate(Rule<T> rule, const Stored<T>* x, Stored<T>* y, u
   }
 }
 
-// Calls work(x, y, bits) for every 64 elements; for the last ones, if fewer, with copies of its own.
+// Calls work(x, y, bits) for every 64 elements. If the last block is incomplete, it works on copies.
 template <typename S, typename Bits, typename Work>
 void for_blocks(int64_t numel, const S* x, S* y, Bits* bits, const Work& work) {
   at::parallel_for(0, (numel + kBlock - 1) / kBlock, kGrain / kBlock, [=](int64_t begin, int64_t end) {
@@ -342,7 +343,8 @@ Tensor activate_all(const Tensor& input, const Tensor& output, Mask kind, double
       case Mask::kHardsigmoid:
         return run(std::integral_constant<Mask, Mask::kHardsigmoid>());
     }
-    TORCH_CHECK_VALUE(false, "patchconv: no activation has the number ", static_cast<int64_t>(kind));
+    TORCH_CHECK_VALUE(false, "patchconv::_mask_forward: expected kind to be 0 to 4, got ",
+                      static_cast<int64_t>(kind));
   });
   return result;
 }
@@ -353,7 +355,7 @@ Tensor mask_pack(const Tensor& input, int64_t kind, double a, double b) {
 
 // Returns the bits.
 Tensor forward_to(const Tensor& input, const Tensor& output, int64_t kind, double a, double b) {
-  // Stock computes some values: all of hardsigmoid's, and those of bounds that are NaN, where all are NaN.
+  // Stock computes the values in two cases: for hardsigmoid, and if a bound is NaN, where all values are NaN.
   const auto mask = static_cast<Mask>(kind);
   const bool nan = mask == Mask::kHardtanh && (std::isnan(a) || std::isnan(b));
   if (mask != Mask::kHardsigmoid && !nan) return activate_all(input, output, mask, a, b);
@@ -374,7 +376,7 @@ Tensor mask_forward_(Tensor& input, int64_t kind, double a, double b) {
   return forward_to(input, input, kind, a, b);
 }
 
-// One factor of 0 or 1 needs no arithmetic, and 0 gives 0 whatever the gradient is.
+// A factor of 0 or 1 needs no arithmetic, and 0 gives 0 whatever the gradient is.
 template <typename T>
 PATCHCONV_INLINE void backward_block(Wide<T> inside, Wide<T> outside, const Stored<T>* x, Stored<T>* y,
                                      const uint8_t* bits) {
@@ -395,7 +397,8 @@ PATCHCONV_INLINE void backward_block(Wide<T> inside, Wide<T> outside, const Stor
 Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   TORCH_CHECK_VALUE(
       bits.scalar_type() == at::kByte && bits.numel() == mask_bytes(grad.numel()) && bits.is_contiguous(),
-      "patchconv: ", bits.numel(), " bytes of a mask for ", grad.numel(), " elements");
+      "patchconv::_mask_backward: expected bits to hold ", mask_bytes(grad.numel()), " bytes, got ",
+      bits.sizes(), " of ", bits.scalar_type());
   auto result = at::empty_like(grad);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "mask_backward", [&] {
     using S = Stored<scalar_t>;

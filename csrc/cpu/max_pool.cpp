@@ -1,10 +1,10 @@
-// Max pooling on the CPU, with the place of each maximum in one byte where its window is small.
+// Max pooling on the CPU. The position of each maximum takes one byte if windows are small.
 //
 // Beside the output, the forward pass gives each maximum's offset in its window (core/pool.h) as uint8,
-// uint16 or int32. From it the output can be gathered again, the gradient scattered and stock's int64 indices
-// made. Half types are compared exactly. The gradient is summed in the order of the outputs, as stock does
-// it; half types are summed in float32, a few planes at a time, and rounded once. Beyond that nothing is
-// allocated but the results.
+// uint16 or int32. With the offsets the output can be gathered again, the gradient scattered and stock's
+// int64 indices computed. Half types are compared exactly. The gradient is summed in the order of the
+// outputs, as stock does; for half types in float32, a few planes at a time, and rounded once. Beyond that
+// nothing is allocated but the results.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -43,7 +43,7 @@ struct Order<c10::Half> : HalfPoolOrder<0x7c00> {};
 template <>
 struct Order<c10::BFloat16> : HalfPoolOrder<0x7f80> {};
 
-// Tap numbers are as wide as the values where they fit, for loops over both.
+// Taps are as wide as the values where they fit, so that loops over both are vectorised.
 template <typename scalar_t, typename Tap>
 struct Job {
   using Raw = typename Order<scalar_t>::Raw;
@@ -52,7 +52,7 @@ struct Job {
   Raw* output;
   void* offsets;
   int64_t offset_bytes;
-  int64_t blocks;  // of kLanes lanes, of a row
+  int64_t blocks;  // of kLanes lanes, per row
 };
 
 template <typename Job, typename Tap>
@@ -66,7 +66,8 @@ template <typename Job, typename Tap>
   }
 }
 
-// Maxima of the output elements from `at` on: the first one's window is `column`, the next `stride` further.
+// Maxima of the output elements from `at` on. `column` is the window of the first; each next one reads
+// `stride` further.
 template <typename scalar_t, typename Tap>
 [[gnu::always_inline]] inline void pool_lanes(const Job<scalar_t, Tap>& job, const PoolRow& row,
                                               const PoolWindow& column, int64_t channel, int64_t stride,
@@ -79,7 +80,8 @@ template <typename scalar_t, typename Tap>
   put_offsets(job, maxima.offsets, lanes, at);
 }
 
-// A unit of work is a block of kLanes columns of a row, in channels-last formats of channels of a row.
+// A unit of work is a block of kLanes columns of a row or, in channels-last formats, of kLanes channels of a
+// row.
 template <typename scalar_t, typename Tap>
 [[gnu::always_inline]] inline void pool_unit(const Job<scalar_t, Tap>& job, int64_t unit) {
   const Pool& pool = job.pool;
@@ -113,7 +115,7 @@ template <typename scalar_t, typename Tap>
   }
 }
 
-// Templates cannot be compiled for several instruction sets, overloads can.
+// Overloads can be compiled for several instruction sets, templates cannot.
 #define PATCHCONV_POOL(scalar_t, Tap)                                                           \
   PATCHCONV_CLONES void pool_units(const Job<scalar_t, Tap>& job, int64_t begin, int64_t end) { \
     for (int64_t unit = begin; unit < end; ++unit) pool_unit(job, unit);                        \
@@ -139,7 +141,7 @@ void pool_all(const Pool& pool, const Tensor& input, const Tensor& output, const
                    [&](int64_t begin, int64_t end) { pool_units(job, begin, end); });
 }
 
-// Calls body(each), where each(row, c0, c1, visit) is each_maximum for these offsets.
+// Calls body(each); each(row, c0, c1, visit) is each_maximum for these offsets.
 template <typename Body>
 void with_offsets(const Pool& pool, const Tensor& offsets, Body body) {
   const Follow follow = follow_offsets(pool);
@@ -172,9 +174,9 @@ void for_all(const Pool& pool, const Tensor& offsets, Visit visit) {
   });
 }
 
-// Parallel over planes, in channels-last formats over images and as many blocks of channels as give every
-// thread one. Half types: disjoint windows only. Zeros are written along `lead`, just before the first sum
-// that may meet them, so that they are in the cache.
+// Parallel over planes; in channels-last formats over images, and over enough blocks of channels to give
+// every thread one. Half types: disjoint windows only. Zeros are written along dimension `lead`, just before
+// the first sum that needs them, so that they are in the cache.
 template <typename scalar_t>
 void scatter(const Pool& pool, const Tensor& grad, const Tensor& offsets, const Tensor& result) {
   using Raw = typename Order<scalar_t>::Raw;
@@ -236,12 +238,16 @@ Pool make_pool(IntArrayRef input, IntArrayRef output, const Shape& shape, at::Me
   for (const auto d : irange(good ? dims : 0)) {
     good = good && kernel[d] > 0 && stride[d] > 0 && padding[d] >= 0 && dilation[d] > 0;
   }
-  TORCH_CHECK(good, "patchconv: cannot pool ", input, " to ", output, " with kernel ", kernel);
+  TORCH_CHECK(
+      good,
+      "patchconv::_max_pool: expected sizes, kernel, stride, padding and dilation of one pooling, got input ",
+      input, ", output ", output, ", kernel ", kernel);
   Pool pool(input.slice(2), output.slice(2), kernel, stride, padding, dilation);
   const bool last = format != at::MemoryFormat::Contiguous;
   pool.outer = last ? input[0] : input[0] * input[1];
   pool.inner = last ? input[1] : 1;
-  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(), "patchconv: too large a window");
+  TORCH_CHECK(pool.positions() <= std::numeric_limits<int32_t>::max(),
+              "patchconv::_max_pool: expected windows of at most 2^31 - 1 positions, got ", pool.positions());
   return pool;
 }
 
@@ -253,7 +259,9 @@ at::ScalarType offset_type(const Pool& pool) {
 // The pooling that made these offsets.
 Pool pool_of(const Tensor& offsets, IntArrayRef input_size, const Shape& shape) {
   Pool pool = make_pool(input_size, offsets.sizes(), shape, offsets.suggest_memory_format());
-  TORCH_CHECK(offsets.scalar_type() == offset_type(pool), "patchconv: offsets of another pooling");
+  TORCH_CHECK(offsets.scalar_type() == offset_type(pool),
+              "patchconv::_max_pool: expected offsets to have dtype ", offset_type(pool),
+              " for this window, got ", offsets.scalar_type());
   return pool;
 }
 
@@ -294,7 +302,8 @@ Tensor max_pool_take(const Tensor& input, const Tensor& offsets, IntArrayRef ker
 
 Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef input_size,
                          IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
-  TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv: a pooling's gradient must have its output's size");
+  TORCH_CHECK(grad.sizes() == offsets.sizes(), "patchconv::_max_pool_backward: expected grad to have shape ",
+              offsets.sizes(), ", got ", grad.sizes());
   const at::MemoryFormat format = offsets.suggest_memory_format();
   const Shape shape{kernel, stride, padding, dilation};
   const Pool pool = pool_of(offsets, input_size, shape);
@@ -305,7 +314,7 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, IntArrayRef 
     });
     return result;
   }
-  // In float32, some images at a time or, of a large image, some channels.
+  // In float32, several images at a time or, if an image is large, several channels.
   const int64_t image = std::max<int64_t>(1, pool.plane() * input_size[1]);
   const int64_t images = std::max<int64_t>(1, kPiece / image);
   const int64_t channels = image <= kPiece ? input_size[1] : std::max<int64_t>(32, kPiece / pool.plane());

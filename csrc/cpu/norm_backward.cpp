@@ -1,11 +1,11 @@
-// Batch norm's gradients on the CPU, with a ReLU behind the norm or without, in two passes over gradient and
-// input: three sums a channel, then the map. The map may write over the gradient that came.
+// Batch norm's gradients on the CPU, with or without a ReLU after the norm, in two passes over gradient and
+// input: three sums per channel, then the elementwise map. The map may write over the incoming gradient.
 //
-// g is the gradient of the norm's result: where a ReLU follows, that of the ReLU where the norm's value, made
-// again as the forward pass made it, was above zero. The sums are of g, of g * (x - mean) and of x - mean, in
-// float64. The partition is fixed, so they do not depend on the number of threads. The map is computed in
-// float64 (of half precision in float32) and rounded once. Nothing is allocated but results and some numbers
-// a channel.
+// g is the gradient of the norm's result. With a ReLU, that is the incoming gradient where the norm's value,
+// computed again exactly as in the forward pass, was above zero, and else 0. The sums are of g, of g * (x -
+// mean) and of x - mean, in float64. They are cut in a fixed way, so they do not depend on the number of
+// threads. The map is computed in float64 (for half precision in float32) and rounded once. Nothing is
+// allocated but results and some numbers per channel.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -38,8 +38,8 @@ constexpr int64_t kGrain = 32768;  // elements below which another thread does n
 template <typename T>
 using Exact = std::conditional_t<sizeof(T) == 2, float, double>;
 
-// Of a channel. Forward: value = x * scale + shift, as normalize_cpu has it. Backward: the input's gradient
-// is (g - g_mean - (x - mean) * slope) * factor.
+// The numbers of a channel. Forward: value = x * scale + shift, as in normalize_cpu. Backward: the input's
+// gradient is (g - g_mean - (x - mean) * slope) * factor.
 template <typename N>
 struct Channel {
   N scale, shift, mean, g_mean, slope, factor;
@@ -89,7 +89,7 @@ template <typename T>
                         c.factor);
 }
 
-// Templates cannot be compiled for several instruction sets, overloads can.
+// Overloads can be compiled for several instruction sets, templates cannot.
 #define PATCHCONV_PASSES(T)                                                                                 \
   PATCHCONV_CLONES void sum_row(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,           \
                                 double* sums) {                                                             \
@@ -127,7 +127,7 @@ PATCHCONV_PASSES(c10::BFloat16)
 PATCHCONV_PASSES(c10::Half)
 #undef PATCHCONV_PASSES
 
-// Dense memory: planes of `pixels`, or for channels_last pixels of `channels`.
+// Dense memory: planes of `pixels` elements, or for channels_last pixels of `channels` elements.
 struct Layout {
   int64_t images, channels, pixels;
   bool last;
@@ -200,7 +200,7 @@ void map_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>
 
 bool has_layout(const Tensor& tensor, at::MemoryFormat format) { return tensor.is_contiguous(format); }
 
-// `target`: the gradient that came, to be written over, or undefined: new memory.
+// `target`: the incoming gradient, to be written over; undefined: new memory.
 Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
                     const OptionalTensor& bias, const Tensor& mean, const Tensor& var, bool training,
                     double eps, bool relu, std::array<bool, 3> mask, Tensor target) {
@@ -226,7 +226,7 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     std::vector<Channel<Number>> channels(layout.channels);
     for (const auto k : irange(layout.channels)) {
       Channel<Number>& c = channels[k];
-      // The forward pass's own numbers (normalize_cpu).
+      // The same numbers as in the forward pass (normalize_cpu).
       c.scale = static_cast<Number>(number(inverse, k, 1)) * static_cast<Number>(number(w, k, 1));
       c.mean = static_cast<Number>(number(m, k, 0));
       c.shift = static_cast<Number>(number(b, k, 0)) - c.mean * c.scale;
@@ -242,7 +242,7 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     for (const auto k : irange(layout.channels)) {
       Channel<Number>& c = channels[k];
       const double inv = number(inverse, k, 1);
-      // The mean was rounded when it was kept; what is left of it in the sum is taken out.
+      // The saved mean was rounded: the part of the sum that comes from the rounding is taken out.
       if (training && count > 0) second[k] -= first[k] * third[k] / count;
       c.g_mean = static_cast<Number>(training ? first[k] / count : 0);
       c.slope = static_cast<Number>(training ? inv * inv * second[k] / count : 0);

@@ -1,15 +1,14 @@
-// Batch norm's two passes over the data on the CPU: statistics of every channel, and the affine map by
-// channel.
+// Batch norm's two passes over the data on the CPU: statistics per channel, and the affine map by channel.
 //
-// Statistics: blocks small enough for the first-level cache are passed over twice, for their mean, in
-// float64, and for the squares of what is left; blocks are put together in float64 (Chan, Golub and LeVeque,
-// "Updating formulae and a pairwise algorithm for computing sample variances", 1979). A large mean costs no
-// digits that way. The partition is fixed, so results do not depend on the number of threads.
+// Statistics: blocks that fit the first-level cache are read twice, for their mean, in float64, and for the
+// squares of the differences from it. Blocks are combined in float64 (Chan, Golub and LeVeque, "Updating
+// formulae and a pairwise algorithm for computing sample variances", 1979). A large mean costs no digits that
+// way. Blocks are cut in a fixed way, so results do not depend on the number of threads.
 //
-// The map is one product and one sum an element, in float64 (of half precision in float32), and rounded once.
-// The two are separate operations in vector code and in its remainders: the library is compiled without fused
-// multiply-add, so the value of an element depends neither on its place nor on the processor. Nothing is
-// allocated but results and, for channels_last, some numbers a channel.
+// The map is one product and one sum per element, in float64 (for half precision in float32), rounded once.
+// They are separate operations in vector code and in its remainders: the library is compiled without fused
+// multiply-add, so the value of an element depends neither on its position nor on the processor. Nothing is
+// allocated but results and, for channels_last, some numbers per channel.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -37,9 +36,9 @@ using c10::irange;
 namespace {
 
 constexpr int64_t kLanes = 16;     // independent sums: enough for the adders' latency
-constexpr int64_t kBlock = 2048;   // elements a block along a row
+constexpr int64_t kBlock = 2048;   // elements per block along a row
 constexpr int64_t kTerms = 16;     // squares added in float32, at most
-constexpr int64_t kPixels = 64;    // pixels a block in channels_last
+constexpr int64_t kPixels = 64;    // pixels per block in channels_last
 constexpr int64_t kChunks = 64;    // parts of a channels_last image, at most
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 
@@ -56,7 +55,7 @@ struct Moments {
   }
 };
 
-// In float64: means that are zero but for rounding would otherwise be less exact than stock's.
+// In float64: else a mean that should be zero would be less exact than stock's.
 template <typename T>
 double sum(const T* x, int64_t n) {
   double lanes[kLanes] = {};
@@ -70,8 +69,8 @@ double sum(const T* x, int64_t n) {
   return total;
 }
 
-// Of what is left without the mean. A few terms in Acc, then in float64: of values that are all as far from
-// the mean long float32 sums lose digits.
+// Of the differences from the mean. A few terms are added in Acc, then in float64: if all values are equally
+// far from the mean, long float32 sums lose digits.
 template <typename Acc, typename T>
 double squares(const T* x, int64_t n, Acc mean) {
   double totals[kLanes] = {};
@@ -199,7 +198,7 @@ std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input,
     for (const auto k : irange(c)) {
       mean.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(moments[k].mean);
       var.mutable_data_ptr<Acc>()[k] =
-          static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN for none
+          static_cast<Acc>(moments[k].squares / moments[k].count);  // NaN if there are none
     }
   });
   const auto count = static_cast<double>(x.numel()) / static_cast<double>(c);
@@ -208,7 +207,7 @@ std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input,
   return {mean, var};
 }
 
-// In which a product and a sum are computed that are rounded to T once.
+// A product and a sum are computed in this type and rounded to T once.
 template <typename T>
 using Exact = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -227,7 +226,7 @@ template <typename T>
   }
 }
 
-// Templates cannot be compiled for several instruction sets, overloads can.
+// Overloads can be compiled for several instruction sets, templates cannot.
 #define PATCHCONV_MAPS(T)                                                                              \
   PATCHCONV_CLONES void map_row(const T* x, T* y, int64_t n, Exact<T> scale, Exact<T> shift) {         \
     map_each(x, y, n, scale, shift);                                                                   \
@@ -242,7 +241,7 @@ PATCHCONV_MAPS(c10::BFloat16)
 PATCHCONV_MAPS(c10::Half)
 #undef PATCHCONV_MAPS
 
-// Parameters and statistics are (c), of the arithmetic's dtype.
+// Parameters and statistics have shape (c) and the dtype of the arithmetic.
 Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
                      const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& var, double eps,
                      int64_t activation) {

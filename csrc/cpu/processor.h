@@ -1,4 +1,4 @@
-// What oneDNN, as stock PyTorch has it, can do on this processor.
+// What the oneDNN in stock PyTorch can do on this processor.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -23,13 +23,14 @@ struct Move {
   int64_t tensor_n, tensor_c, tile_n, tile_c;  // strides
   std::array<int64_t, 3> tensor_stride, tile_stride;
   int64_t first_image;
-  Range run;  // tile columns whose tensor columns follow each other: the part without padding
+  Range run;  // tile columns whose tensor columns are consecutive: those without padding
 };
 
 constexpr int64_t kBlock = 32;     // a block of 32 x 32 floats stays in the first-level cache on both sides
 constexpr int64_t kGrain = 32768;  // elements below which another thread does not pay
 
-// One row: c x w elements. Whichever of channel and column is dense on a side is walked innermost there.
+// Moves a row of c x w elements. On each side, the dimension that is dense there (channel or column) is the
+// inner loop.
 template <TileMove kMove, typename Outer, typename Inner>
 inline void assign(Outer* tensor, Inner* tile) {
   if constexpr (kMove == TileMove::kLoad) {
@@ -133,17 +134,17 @@ void move_tile(TileMove move, const Tensor& tensor, const Region& region, Paddin
   m.tile_n = tile.stride(0);
   m.tile_c = tile.stride(1);
   for (const auto d : irange<int64_t>(3)) {
-    const int64_t own = d - (3 - spatial);  // two dimensions: h and w, after a depth of one
-    if (own < 0) {
+    const int64_t spatial_d = d - (3 - spatial);  // two dimensions: h and w, after a depth of one
+    if (spatial_d < 0) {
       m.size[d] = 1;
       m.index[d] = {0};
       m.tensor_stride[d] = m.tile_stride[d] = 0;
       continue;
     }
-    m.size[d] = region.ranges[own].size();
-    m.index[d] = source_indices(mode, region.ranges[own], tensor.size(2 + own));
-    m.tensor_stride[d] = tensor.stride(2 + own);
-    m.tile_stride[d] = tile.stride(2 + own);
+    m.size[d] = region.ranges[spatial_d].size();
+    m.index[d] = source_indices(mode, region.ranges[spatial_d], tensor.size(2 + spatial_d));
+    m.tensor_stride[d] = tensor.stride(2 + spatial_d);
+    m.tile_stride[d] = tile.stride(2 + spatial_d);
   }
   const Range columns = region.ranges.back();
   const Range inside = intersect(columns, {0, tensor.size(-1)});

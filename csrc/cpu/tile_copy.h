@@ -1,5 +1,5 @@
-// Moves tiles between a tensor of any strides and a dense buffer, converting dtype and layout on the way: one
-// pass over the data, in parallel, with no temporary. Padding is a matter of the index tables.
+// Moves tiles between a tensor of any strides and a dense buffer, and converts dtype and layout on the way:
+// one pass over the data, in parallel, with no temporary. Padding comes from the index tables.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// Tells core/build_facts.h, while the library loads, that this build has a CUDA part and what it was compiled
-// with.
+// Registers with core/build_facts.h, while the library loads, that this build has a CUDA part and what it was
+// compiled with.
 #include "core/build_facts.h"
 
 #include "cuda/kernels/build_facts.h"

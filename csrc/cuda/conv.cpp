@@ -1,4 +1,4 @@
-// The CUDA part of the convolutions: row strips through cuDNN, or kernels of the project's own
+// The CUDA part of the convolutions: row strips through cuDNN, or this project's kernels
 // (conv_native.h).
 //
 // cuDNN writes a channels_last strip straight into the result, which is the only full-size tensor; other
@@ -19,7 +19,7 @@ using at::Tensor;
 
 namespace {
 
-// cuDNN's kernels index with 32 bits and are given larger problems in pieces or by slower ways.
+// cuDNN's kernels use 32-bit indices: it cuts larger problems into pieces or takes slower algorithms.
 constexpr int64_t kMaxElements = (int64_t{1} << 31) - 1;
 
 class CudaEngine : public ConvEngine {
@@ -30,7 +30,7 @@ class CudaEngine : public ConvEngine {
     const int64_t big = c10::multiply_integers(problem.big_sizes(problem.batch));
     const int64_t small = c10::multiply_integers(problem.small_sizes(problem.batch));
     if (big <= kMaxElements && small <= kMaxElements && problem.kernel_volume() == 1) return 0;
-    // cuDNN turns NCHW tensors to its own layout and back; channels_last ones it takes as they are.
+    // cuDNN converts NCHW tensors to its own layout and back; channels_last ones it takes as they are.
     const bool reordered =
         format == at::MemoryFormat::Contiguous || big > kMaxElements || small > kMaxElements;
     return reordered ? (big + small) * element : 0;
@@ -68,23 +68,23 @@ class CudaEngine : public ConvEngine {
     return true;
   }
 
-  OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                       at::MemoryFormat format) const override {
-    return choose_own_kernel(problem, pass, dtype, format);
+  NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                             at::MemoryFormat format) const override {
+    return choose_native_kernel(problem, pass, dtype, format);
   }
-  bool own_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
-    return own_kernel_writes_bits(problem, pass, target);
+  bool native_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
+    return native_kernel_writes_bits(problem, pass, target);
   }
-  void own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
-                const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
-    run_own_grid(problem, pass, source, bits, weight, epilogue, target);
+  void native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                   const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
+    run_native_grid(problem, pass, source, bits, weight, epilogue, target);
   }
-  Tensor own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                    const Tensor& bits) const override {
-    return run_own_weight(problem, big, small, bits);
+  Tensor native_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                       const Tensor& bits) const override {
+    return run_native_weight(problem, big, small, bits);
   }
-  Tensor own_bias(const Tensor& grad, const Tensor& bits) const override {
-    return run_own_channel_sums(grad, bits);
+  Tensor native_bias(const Tensor& grad, const Tensor& bits) const override {
+    return run_native_channel_sums(grad, bits);
   }
 };
 

@@ -24,7 +24,7 @@ using kernels::Type;
 
 namespace {
 
-// Those that write a grid, and those of the weight's gradient.
+// Kernels that write a grid, then those of the weight's gradient.
 enum class Kernel { kPlain, kGather, kTiles, kStem, kDepthwise, kWeight, kDepthwiseWeight };
 constexpr const char* kNames[] = {"plain", "plain", "tiles", "stem", "depthwise", "weight", "depthwise"};
 
@@ -35,10 +35,10 @@ Type type_of(at::ScalarType dtype) {
                                   : Type::kDouble;
 }
 
-// Whether float32 must be computed as such, and not in TF32.
+// Whether float32 must be computed as float32, and not as TF32.
 bool strict() { return !at::globalContext().allowTF32CuDNN(at::Float32Op::CONV); }
 
-// The problem's dimensions, with those that it lacks in front.
+// The problem in three dimensions: those that it lacks come first, with size one.
 struct Dims {
   explicit Dims(const ConvProblem& problem) : lacking(3 - problem.dims.size()) {
     for (size_t d = 0; d < 3; ++d) {
@@ -52,7 +52,7 @@ struct Dims {
 };
 
 ConvTensor strided(const Tensor& tensor, const Tensor& bits = Tensor()) {
-  // Where a size is 1 any stride will do: zero is aligned.
+  // Where a size is 1 the stride does not matter; 0 counts as aligned.
   const auto stride = [&](int64_t d) { return tensor.size(d) == 1 ? 0 : tensor.stride(d); };
   ConvTensor result{tensor.const_data_ptr(), stride(0), tensor.stride(1)};
   const int64_t spatial = tensor.dim() - 2;
@@ -61,7 +61,7 @@ ConvTensor strided(const Tensor& tensor, const Tensor& bits = Tensor()) {
   return result;
 }
 
-// The same element at the same offset.
+// Whether the same elements are at the same offsets.
 bool laid_out_alike(const Tensor& a, const Tensor& b) {
   bool alike = true;
   for (const auto d : irange(a.dim())) alike = alike && (a.size(d) == 1 || a.stride(d) == b.stride(d));
@@ -78,7 +78,7 @@ kernels::ConvWeight strided_weight(const ConvProblem& problem, const Tensor& wei
   return result;
 }
 
-// Everything that the sizes say; lines are those of the first residue.
+// Everything that follows from the sizes; the lines are those of the first residue.
 ConvSums sums_of(const ConvProblem& problem, ConvPass pass) {
   const bool to_big = pass == ConvPass::kBig;
   ConvSums call;
@@ -133,7 +133,7 @@ kernels::ConvTilePlan tile_plan(Type type, const ConvLine (&lines)[3], int outpu
   return kernels::plan_conv_tiles(type, strict(), lines, outputs, device_limits().shared_bytes);
 }
 
-// Elements of a first layer's packed weight: the most of any lines.
+// Elements of a first layer's packed weight: the largest number over all lines.
 int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
   int64_t most = 0;
   ConvSums call = sums_of(problem, pass);
@@ -144,7 +144,7 @@ int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
   return most;
 }
 
-// What the parts of a weight gradient may take, one part alone excepted.
+// Bytes that the parts of a weight gradient may take; a single part may take more.
 int64_t parts_limit() { return std::min<int64_t>(workspace_limit(), int64_t{32} << 20); }
 
 ConvProducts products_of(const ConvProblem& problem) {
@@ -173,7 +173,8 @@ Kernel weight_kernel(const ConvProblem& problem, Type type) {
   return weight_plan(type, call).parts > 0 ? Kernel::kWeight : Kernel::kPlain;
 }
 
-// A launch for each residue of the strides, of the way to the big grid; with more, one of the plain kernel.
+// The big grid takes one launch per residue of the strides. If there are more than this, it takes one of the
+// plain kernel.
 constexpr int64_t kMostLaunches = 16;
 
 int64_t residues(const ConvProblem& problem) {
@@ -182,7 +183,7 @@ int64_t residues(const ConvProblem& problem) {
   return count;
 }
 
-// By sizes alone: whatever the strides, splits and addresses, the same kernel.
+// Depends on sizes alone: the same kernel whatever the strides, splits and addresses.
 Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
   if (pass == ConvPass::kWeight) return weight_kernel(problem, type);
   if (pass == ConvPass::kBig && (problem.mode != PaddingMode::kZeros || residues(problem) > kMostLaunches)) {
@@ -212,7 +213,7 @@ Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
   return fits ? Kernel::kTiles : Kernel::kPlain;
 }
 
-// What the table of this architecture says.
+// Whether this architecture's rules say that this project's kernel is faster.
 bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                      at::MemoryFormat format) {
   const int arch = device_limits().arch;
@@ -233,7 +234,7 @@ bool measured_faster(const ConvProblem& problem, ConvPass pass, at::ScalarType d
     query.stride = std::max(query.stride, dim.stride);
     query.places *= dim.small;
   }
-  return prefers_own_kernel(arch, query);
+  return prefers_native_kernel(arch, query);
 }
 
 void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pieces) {
@@ -249,29 +250,30 @@ void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pi
 
 }  // namespace
 
-OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                            at::MemoryFormat format) {
+NativeKernel choose_native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                                  at::MemoryFormat format) {
   const bool asked = backend() == Backend::kNative;
   if (!asked && (backend() == Backend::kAten || !measured_faster(problem, pass, dtype, format))) return {};
   const Type type = type_of(dtype);
   const Kernel kernel = kernel_for(problem, pass, type);
   if (!asked && (kernel == Kernel::kPlain || kernel == Kernel::kGather)) return {};
-  OwnKernel own{kNames[static_cast<int>(kernel)]};
+  NativeKernel result{kNames[static_cast<int>(kernel)]};
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {
-    own.workspace =
+    result.workspace =
         element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
   } else if (kernel == Kernel::kStem) {
-    own.workspace = element * stem_elements(problem, pass, type);
+    result.workspace = element * stem_elements(problem, pass, type);
   } else if (kernel == Kernel::kWeight) {
-    own.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
+    result.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
   } else if (kernel == Kernel::kDepthwiseWeight) {
-    own.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
+    result.workspace =
+        4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
   }
-  return own;
+  return result;
 }
 
-bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) {
+bool native_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) {
   const Kernel kernel = kernel_for(problem, pass, type_of(target.scalar_type()));
   const bool depthwise = kernel == Kernel::kDepthwise;
   if (!depthwise && kernel != Kernel::kStem && kernel != Kernel::kTiles) return false;
@@ -288,8 +290,8 @@ bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const Ten
   return all;
 }
 
-void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
-                  const Tensor& weight, const Epilogue& epilogue, const Tensor& target) {
+void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                     const Tensor& weight, const Epilogue& epilogue, const Tensor& target) {
   const auto dense = [&](const std::optional<Tensor>& vector, at::ScalarType dtype) {
     return vector.has_value() && vector->defined() ? vector->to(dtype).contiguous() : Tensor();
   };
@@ -330,7 +332,7 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   }
   int64_t pieces = 0;
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
-    // Of whole lines: pieces are summed in the order of the whole.
+    // Made for whole lines, so that pieces are summed in the same order as the whole.
     const auto plan =
         kernel == Kernel::kTiles ? tile_plan(type, lines, call.outputs) : kernels::ConvTilePlan();
     pieces = each_piece(problem, pass, [&](const std::array<Range, 3>& ranges) {
@@ -349,13 +351,14 @@ void run_own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& sourc
   record(problem, pass, kernel, pieces);
 }
 
-Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                      const Tensor& bits) {
+Tensor run_native_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                         const Tensor& bits) {
   Tensor weight = at::empty(problem.weight_sizes(), big.options());
   const Type type = type_of(big.scalar_type());
   const kernels::Stream stream = current_stream(big);
   ConvProducts call = products_of(problem);
-  // What came back through the output: the small grid, of a transposed convolution the big one.
+  // The bits belong to the gradient of the output: the small grid, or the big one of a transposed
+  // convolution.
   call.big = strided(big, problem.transposed ? bits : Tensor());
   call.small = strided(small, problem.transposed ? Tensor() : bits);
   call.weight = strided_weight(problem, weight, false);
@@ -376,7 +379,7 @@ Tensor run_own_weight(const ConvProblem& problem, const Tensor& big, const Tenso
   return weight;
 }
 
-Tensor run_own_channel_sums(const Tensor& source, const Tensor& bits) {
+Tensor run_native_channel_sums(const Tensor& source, const Tensor& bits) {
   Tensor sums = at::empty({source.size(1)}, source.options());
   const Type type = type_of(source.scalar_type());
   kernels::ConvChannelSums call;

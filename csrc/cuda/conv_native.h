@@ -1,21 +1,23 @@
-// Passes of convolutions by the project's own kernels: which one serves, and its launches.
+// Convolution passes by this project's own kernels: which kernel serves a pass, and its launches.
 #pragma once
 
 #include "tiled/conv.h"
 
 namespace patchconv {
 
-// Under "native" always one, under "auto" where the table of the architecture (core/conv_rules.h) says so.
-OwnKernel choose_own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                            at::MemoryFormat format);
-bool own_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target);
+// With backend "native" always one of them, with "auto" if the architecture's rules (core/conv_rules.h) say
+// so.
+NativeKernel choose_native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                                  at::MemoryFormat format);
+bool native_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target);
 
-// As ConvEngine's own_grid(), own_weight() and own_bias(), of tensors on the current device.
-void run_own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source, const at::Tensor& bits,
-                  const at::Tensor& weight, const Epilogue& epilogue, const at::Tensor& target);
-at::Tensor run_own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
-                          const at::Tensor& bits);
-// (C) of (N, C, ...): the bias's gradient.
-at::Tensor run_own_channel_sums(const at::Tensor& source, const at::Tensor& bits);
+// As ConvEngine's native_grid(), native_weight() and native_bias(), for tensors on the current device.
+void run_native_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
+                     const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
+                     const at::Tensor& target);
+at::Tensor run_native_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                             const at::Tensor& bits);
+// Sums over all dimensions of (N, C, ...) but C: the bias's gradient.
+at::Tensor run_native_channel_sums(const at::Tensor& source, const at::Tensor& bits);
 
 }  // namespace patchconv

@@ -1,5 +1,5 @@
-// Dropout from a seed on CUDA: checks, memory and the launch. The seed stays on the device, so that a
-// captured graph draws another each time.
+// Dropout from a seed on CUDA: checks, memory and the launch. The seed stays on the device, so that each
+// replay of a captured graph draws a new one.
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -16,11 +16,14 @@ namespace {
 
 Tensor dropout_cuda(const Tensor& input, const Tensor& seed, double p, double scale, double shift,
                     double fill) {
-  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: p must be between 0 and 1, got ", p);
+  TORCH_CHECK(p >= 0 && p <= 1, "patchconv::_dropout: expected p to be between 0 and 1, got ", p);
   TORCH_CHECK(seed.scalar_type() == at::kLong && seed.numel() == 1 && seed.device() == input.device(),
-              "patchconv::_dropout: seed must be one int64 on input's device");
-  TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_dropout: input must be dense");
-  TORCH_CHECK(input.scalar_type() != at::kDouble, "patchconv::_dropout: float64 is not served on CUDA");
+              "patchconv::_dropout: expected seed to be one int64 on input's device, got ", seed.sizes(),
+              " of ", seed.scalar_type(), " on ", seed.device());
+  TORCH_CHECK(input.is_non_overlapping_and_dense(),
+              "patchconv::_dropout: expected input to be dense, got strides ", input.strides());
+  TORCH_CHECK(input.scalar_type() != at::kDouble,
+              "patchconv::_dropout: expected input to be float32, float16 or bfloat16 on CUDA, got float64");
   const c10::cuda::CUDAGuard guard(input.device());
   const Tensor output = at::empty_like(input);
   kernels::Dropout call;

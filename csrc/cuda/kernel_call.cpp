@@ -55,7 +55,7 @@ namespace kernels {
 void check(int error) {
   const auto code = static_cast<cudaError_t>(error);
   if (code == cudaSuccess) return;
-  (void)cudaGetLastError();  // told here, and not by whatever is launched next
+  (void)cudaGetLastError();  // cleared, so that the next launch does not report it again
   throw LaunchError(std::string("patchconv_native, CUDA: ") + cudaGetErrorString(code));
 }
 

@@ -1,4 +1,5 @@
-// From tensors to launch functions: what a kernel may be given, its type and its stream.
+// What a launch needs to know of a tensor: whether a kernel serves it, its type and its stream. And the
+// device's limits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +9,7 @@
 
 namespace patchconv {
 
-// Whether the project's own kernel is to be taken, and there is one for this dtype.
+// Whether the backend asks for this project's kernels and they serve this dtype.
 inline bool native_kernel_for(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return backend() == Backend::kNative &&
@@ -18,9 +19,9 @@ inline bool native_kernel_for(const at::Tensor& tensor) {
 kernels::Type kernel_type(const at::Tensor& tensor);
 kernels::Stream current_stream(const at::Tensor& tensor);  // of the tensor's device
 
-// What the current device offers; where there is none, what every device that is served does.
+// Limits of the current device. If there is none: limits that every served device has.
 struct DeviceLimits {
-  int shared_bytes = 99 * 1024;  // of a block
+  int shared_bytes = 99 * 1024;  // per block
   int multiprocessors = 80;
   int arch = 0;  // 90: compute capability 9.0
 };

@@ -1,5 +1,5 @@
-// Layer norm on CUDA: checks, memory and the launches. By stock operators where the project's own kernels are
-// not asked for (backend) or do not serve the dtype or the layout.
+// Layer norm on CUDA: checks, memory and the launches. Stock operators are used unless the backend asks for
+// this project's kernels and they serve the dtype and the layout.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -22,7 +22,7 @@ using Parts = std::tuple<Tensor, Tensor, Tensor>;
 
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// Float32 and contiguous, or nothing.
+// In float32 and contiguous; undefined if the tensor is not given.
 Tensor floats(const OptionalTensor& tensor, at::Device device) {
   if (!given(tensor)) return Tensor();
   TORCH_CHECK(tensor->device() == device, "layer_norm: expected parameters and statistics on ", device,
@@ -34,7 +34,7 @@ const float* data_of(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
 }
 
-// How many elements a row has, or nothing where stock's operator is to check the arguments.
+// Elements per row; nothing if the call is left to stock's operator, which also checks the arguments.
 std::optional<int64_t> columns_of(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& weight,
                                   const OptionalTensor& bias) {
   const auto fits = [&](const OptionalTensor& parameter) {

@@ -1,5 +1,5 @@
-// The activations with packed masks on CUDA: checks, memory and the launch. By stock operators where the
-// project's own kernels are not asked for (backend) or do not serve the dtype.
+// The activations with packed masks on CUDA: checks, memory and the launch. Stock operators are used unless
+// the backend asks for this project's kernels and they serve the dtype.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,7 +18,8 @@ namespace {
 // Fills y, if there is one, and returns the bits.
 Tensor launch_forward(const Tensor& input, const Tensor& y, int64_t mask, double a, double b,
                       const Tensor& other = Tensor()) {
-  TORCH_CHECK(input.is_non_overlapping_and_dense(), "patchconv::_mask_forward: input must be dense");
+  TORCH_CHECK(input.is_non_overlapping_and_dense(),
+              "patchconv::_mask_forward: expected input to be dense, got strides ", input.strides());
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t count = input.numel();
   const Tensor bits = at::empty({mask_bytes(count)}, input.options().dtype(at::kByte));
@@ -64,7 +65,8 @@ std::tuple<Tensor, Tensor> add_mask_forward_cuda(const Tensor& input, const Tens
 
 Tensor mask_backward_cuda(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   if (!native_kernel_for(grad)) return mask_backward_with_aten(grad, bits, inside, outside);
-  TORCH_CHECK(grad.is_non_overlapping_and_dense(), "patchconv::_mask_backward: grad must be dense");
+  TORCH_CHECK(grad.is_non_overlapping_and_dense(),
+              "patchconv::_mask_backward: expected grad to be dense, got strides ", grad.strides());
   TORCH_CHECK(bits.scalar_type() == at::kByte && bits.is_contiguous() && bits.device() == grad.device() &&
                   bits.numel() == mask_bytes(grad.numel()),
               "patchconv::_mask_backward: expected bits to hold ", mask_bytes(grad.numel()),

@@ -1,5 +1,5 @@
-// Batch and group norm on CUDA: checks, memory and the launches. By stock operators where the project's own
-// kernels are not asked for (backend) or do not serve the dtype.
+// Batch and group norm on CUDA: checks, memory and the launches. Stock operators are used unless the backend
+// asks for this project's kernels and they serve the dtype.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,13 +18,13 @@ namespace {
 
 using Mask3 = std::array<bool, 3>;
 
-// Memory that the kernels read: planes, or channels_last where the tensor is that.
+// The tensor in a layout that the kernels read: contiguous, or channels_last if `like` is.
 Tensor dense(const Tensor& tensor, const Tensor& like) {
   return tensor.contiguous(like.is_contiguous() ? at::MemoryFormat::Contiguous
                                                 : like.suggest_memory_format());
 }
 
-// Of a tensor that dense() gave. Single pixels are in either layout, and fewer parts in channels_last.
+// `x` comes from dense(). Single pixels fit both layouts and count as channels_last, which has fewer parts.
 NormShape shape_of(const Tensor& x, int64_t groups) {
   const int64_t image = x.size(0) * x.size(1), pixels = image == 0 ? 0 : x.numel() / image;
   return {x.size(0), x.size(1), pixels, groups, pixels == 1 || !x.is_contiguous()};
@@ -34,7 +34,7 @@ bool served_by_kernels(const Tensor& input) {
   return native_kernel_for(input) && kernels::serves(kernel_type(input), shape_of(input, 0));
 }
 
-// Float32 memory of a parameter for as long as this lives.
+// A parameter in float32 memory, which lives as long as this object.
 class Floats {
  public:
   Floats(const OptionalTensor& tensor, at::Device device) {
@@ -70,7 +70,7 @@ Tensor floats(const Tensor& x, at::IntArrayRef sizes) {
   return at::empty(sizes, x.options().dtype(at::kFloat));
 }
 
-// Whether a running statistic can be moved where it lies.
+// Whether a running statistic can be updated in place.
 bool movable(const OptionalTensor& running) {
   return !running.has_value() || !running->defined() ||
          (running->scalar_type() == at::kFloat && running->is_contiguous());

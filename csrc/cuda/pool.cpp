@@ -1,5 +1,5 @@
-// Max pools with small offsets, and average pools, on CUDA: checks, memory and the launch. By stock operators
-// where the project's own kernels are not asked for (backend) or do not serve the dtype or the size.
+// Max pools with small offsets, and average pools, on CUDA: checks, memory and the launch. Stock operators
+// are used unless the backend asks for this project's kernels and they serve the dtype and the size.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -16,8 +16,9 @@ using at::Tensor;
 
 namespace {
 
-// The pool as the kernels see it, of tensors that are all dense in `format` (in which sizes of one alone say
-// nothing), or nothing: they serve dimensions below 2^31, and of maxima windows of at most 65536 places.
+// The pool in the form that kernels take, or nothing if they do not serve it: they serve dimensions below
+// 2^31 and, for max pools, windows of at most 65536 positions. All tensors are dense in `format`, which a
+// tensor with sizes of one does not show.
 template <typename Description>
 std::optional<Description> described(const Tensor& like, at::MemoryFormat format, IntArrayRef input,
                                      IntArrayRef output, const PoolSpec& spec) {
@@ -90,7 +91,7 @@ Tensor max_pool_backward_cuda(const Tensor& grad, const Tensor& offsets, c10::Sy
   return result;
 }
 
-// Sizes of an average pool's output, as stock counts them.
+// The sizes of an average pool's output, counted as stock does.
 std::vector<int64_t> pooled(IntArrayRef input, const AvgPoolSpec& spec) {
   std::vector<int64_t> size(input.begin(), input.begin() + 2);
   if (spec.adaptive) size.insert(size.end(), spec.kernel.begin(), spec.kernel.end());
@@ -104,7 +105,7 @@ std::vector<int64_t> pooled(IntArrayRef input, const AvgPoolSpec& spec) {
   return size;
 }
 
-// One number a dimension: as the windows are.
+// The windows, with one number per dimension.
 PoolSpec windows(const AvgPoolSpec& spec) {
   if (spec.adaptive) return {};
   const size_t dims = spec.kernel.size();
@@ -125,7 +126,7 @@ std::optional<kernels::AvgPool> described(const Tensor& like, at::MemoryFormat f
   return pool;
 }
 
-// Whether the kernels may be asked at all: stock checks the arguments of what they do not serve.
+// Whether the kernels may be used at all. For calls that they do not serve, stock checks the arguments.
 bool kernels_serve(const Tensor& tensor, IntArrayRef input, const AvgPoolSpec& spec) {
   const auto positive = [](IntArrayRef list, int64_t least) {
     return std::all_of(list.begin(), list.end(), [&](int64_t n) { return n >= least; });

@@ -17,7 +17,7 @@ namespace {
 using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
-// torch hands plain functions to every operator's begin and end: the running census is found here.
+// torch calls plain functions at the begin and end of every operator: they find the running census here.
 std::mutex g_mutex;
 std::shared_ptr<Census> g_census;
 std::atomic<uint64_t> g_runs{0};
@@ -27,8 +27,8 @@ std::shared_ptr<Census> running() {
   return g_census;
 }
 
-// The operators at work on a thread. enter() starts a new count: a module's forward pass that runs inside of
-// a backward node has operators of its own.
+// The operators that run on a thread. enter() starts a new count: a module's forward pass that runs inside a
+// backward node has operators of its own.
 struct Working {
   uint64_t run = 0;
   int64_t depth = 0;
@@ -49,7 +49,7 @@ int64_t nanoseconds() {
 }
 
 ProfilerConfig profiler_config(bool count) {
-  // "Disabled" tells whoever asks for torch's own profiler that it is not running.
+  // "Disabled": torch's own profiler counts as not running.
   return ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/!count);
 }
 
@@ -62,10 +62,9 @@ Census::Census(c10::Device device, bool count)
 
 std::shared_ptr<Census> Census::start(c10::Device device, bool count) {
   const std::lock_guard<std::mutex> lock(g_mutex);
-  if (g_census) throw std::runtime_error("a memory trace is running already: one at a time");
+  if (g_census) throw std::runtime_error("a memory trace is running already: only one can run at a time");
   if (c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr) {
-    throw std::runtime_error(
-        "torch.profiler is running on this thread: a memory trace cannot run inside of it");
+    throw std::runtime_error("torch.profiler is running on this thread: a memory trace cannot run inside it");
   }
   std::shared_ptr<Census> census(new Census(device, count));
   g_census = census;

@@ -1,11 +1,12 @@
-// A census of memory over one step: every allocation and every release that torch's allocators tell a
-// profiler about, with the operator at work, between marks that the caller sets. It sees what is allocated
-// inside of operators too (workspaces, oneDNN's reordered copies, cuDNN's workspace), and looks at one
+// A census of memory over one step: every allocation and release that torch's allocators report to a
+// profiler, with the operator that was running, between marks that the caller sets. It also sees what is
+// allocated inside operators (workspaces, oneDNN's reordered copies, cuDNN's workspace). It covers one
 // device.
 //
-// While it runs it takes the place of torch's profiler on this thread and on those that autograd hands its
-// state to. Nothing but numbers is kept. Bytes that an allocator does not report are not seen: on the CPU
-// those allocated before the census began, and what libraries take from malloc by themselves.
+// While it runs it takes the place of torch's profiler on this thread and on the threads that autograd passes
+// its state to. It keeps numbers only, no tensors. It does not see what an allocator does not report: on the
+// CPU, memory that was allocated before the census began, and memory that libraries take from malloc
+// themselves.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -23,28 +24,29 @@ namespace patchconv {
 
 enum class CensusKind : int64_t {
   kMemory,  // bytes: allocated, or released if negative. id: the block's address
-  kEnter,   // id: the caller's. bytes: the sequence number of the next autograd node
+  kEnter,   // a mark with the caller's id. bytes: the sequence number of the next autograd node
   kLeave,
   kNode,     // an autograd node begins. bytes: its sequence number, -1 if it has none
-  kRefused,  // bytes: what could not be had
+  kRefused,  // an allocation failed. bytes: its size
 };
 
-struct CensusEvents {  // one entry an event, in order
+struct CensusEvents {  // one entry per event, in order
   std::vector<int64_t> kind, time, bytes, id, op;
-  std::vector<std::string> names;  // of operators, by their numbers in `op`: 0 is none
+  std::vector<std::string> names;  // of operators, indexed by `op`; 0 is none
 };
 
 class Census : public torch::profiler::impl::ProfilerStateBase {
  public:
-  // `count`: time is the number of operators begun, and memory is told by allocate() and release() alone.
-  // Else it is nanoseconds.
-  static std::shared_ptr<Census> start(c10::Device device, bool count);  // one at a time: std::runtime_error
+  // `count`: time is the number of operators that have begun, and memory() alone reports memory, as for fake
+  // tensors. Else time is in nanoseconds and allocators report memory too. std::runtime_error if one
+  // is running.
+  static std::shared_ptr<Census> start(c10::Device device, bool count);
   void stop();
 
   void enter(int64_t id);
   void leave(int64_t id);
-  void memory(int64_t block, int64_t bytes);
-  std::string operator_name();  // the outermost one at work on this thread since the last enter()
+  void memory(int64_t block, int64_t bytes);  // an allocation, or a release if `bytes` is negative
+  std::string operator_name();  // the outermost one that runs on this thread, since the last enter()
   CensusEvents events();
 
   void reportMemoryUsage(void* block, int64_t bytes, size_t total, size_t reserved,

@@ -11,7 +11,7 @@ using at::Tensor;
 namespace {
 
 at::MemoryFormat format_of(const ConvSpec& spec, const Tensor& tensor, const OptionalTensor& weight) {
-  // Batched views decide, as in the implementations; one dimension has one layout.
+  // The batched view decides the layout, as in the implementations; in one dimension there is only one.
   if (spec.dims == 1) return at::MemoryFormat::Contiguous;
   return output_format(tensor.dim() == spec.dims + 2 ? tensor : tensor.unsqueeze(0),
                        weight.has_value() ? *weight : Tensor());

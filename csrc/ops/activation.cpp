@@ -1,5 +1,5 @@
-// The activations without autograd, and under torch.func: stock operators. And masks where there is no kernel
-// for them: composed of stock operators, at some bytes an element of transient memory.
+// The activations without autograd, and under torch.func: stock operators. And masks where no kernel makes
+// them: composed of stock operators, with several bytes per element of transient memory.
 #include "ops/activation.h"
 
 #include <ATen/ops/add.h>

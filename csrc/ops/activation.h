@@ -1,5 +1,4 @@
-// The activations: which tensors this library's nodes serve, and the operators that their masks are made
-// with.
+// The activations: which tensors this library's nodes serve, and the operators that make and use masks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +10,8 @@
 
 namespace patchconv {
 
-// Dense tensors of the four real floating-point types and of known sizes. Others are handed to stock PyTorch
-// whole: a compiler that traces with symbolic sizes recomputes by itself.
+// Dense tensors of the four real floating-point types, of known sizes. All others go to stock PyTorch: a
+// compiler that traces with symbolic sizes does its own recomputation.
 inline bool served(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_nested() &&
@@ -20,10 +19,10 @@ inline bool served(const at::Tensor& tensor) {
          (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 
-// The same sizes and values in a given dense layout: itself if it is so already.
+// The same sizes and values in a given dense layout: the tensor itself if it already has that layout.
 at::Tensor in_layout(const at::Tensor& tensor, c10::SymIntArrayRef strides);
 
-// The same by stock operators, for devices and dtypes that have no kernel of ours.
+// The same by stock operators, for devices and dtypes without a kernel here.
 std::tuple<at::Tensor, at::Tensor> mask_forward_with_aten(const at::Tensor& input, int64_t mask, double a,
                                                           double b);
 at::Tensor mask_forward_in_place_with_aten(at::Tensor& input, int64_t mask, double a, double b);

@@ -1,4 +1,4 @@
-// Average pools by stock operators, and the ways to them through the dispatcher.
+// Average pools by stock operators, and the calls to them through the dispatcher.
 #include <ATen/ops/_adaptive_avg_pool2d.h>
 #include <ATen/ops/_adaptive_avg_pool2d_backward.h>
 #include <ATen/ops/_adaptive_avg_pool3d.h>
@@ -64,7 +64,7 @@ Tensor AvgPoolSpec::backward_with_aten(const Tensor& grad, const Tensor& like) c
                                          divisor);
 }
 
-// One element seen from everywhere has the sizes of a contiguous tensor; channels_last takes real memory.
+// One expanded element has the sizes of a contiguous tensor; channels_last needs real memory.
 Tensor stand_in(const Tensor& grad, IntArrayRef sizes, at::MemoryFormat format) {
   return format == at::MemoryFormat::Contiguous ? at::empty({1}, grad.options()).expand(sizes)
                                                 : at::empty(sizes, grad.options().memory_format(format));

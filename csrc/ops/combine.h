@@ -1,4 +1,4 @@
-// patchconv::cast, through the dispatcher: x.to(dtype) that can be made again.
+// patchconv::cast, through the dispatcher: x.to(dtype), whose output can be rebuilt.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,7 +18,7 @@ using ConvTranspose = decltype(ConvSignatures<NoRoom, 1>::conv_transpose);
 using ConvBackward = decltype(ConvSignatures<NoRoom, 1>::conv_backward);
 using ConvTransposeBackward = decltype(ConvSignatures<NoRoom, 1>::conv_transpose_backward);
 
-// Looked up once a process: dims picks the handle.
+// Looked up once per process; `dims` picks the handle.
 template <typename Signature>
 const c10::TypedOperatorHandle<Signature>& handle(const std::string& stem, const std::string& suffix,
                                                   int dims) {

@@ -26,7 +26,7 @@ Tensor with_parts(Tensor y, const OptionalTensor& bias, const FusedParts& parts)
   return y;
 }
 
-// The operator below autograd, and as torch.func's transforms see it.
+// The operator below autograd, and then the one for torch.func's transforms.
 Tensor fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, IntArrayRef stride,
              IntArrayRef padding, IntArrayRef dilation, int64_t groups, const OptionalTensor& scale,
              const OptionalTensor& residual, bool relu, std::string_view padding_mode,

@@ -1,5 +1,5 @@
-// patchconv::conv2d_fused: relu(conv * scale + bias + residual), each part where it is given. Where the
-// project's own kernels run, the result is written once; elsewhere the parts follow in place.
+// patchconv::conv2d_fused: relu(conv * scale + bias + residual), each part optional. Where this project's
+// kernels run, the result is written once; elsewhere the parts follow in place.
 #pragma once
 
 #include "ops/conv_rooms.h"
@@ -8,7 +8,7 @@ namespace patchconv {
 
 inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// Arguments beside the tensors of a convolution. Non-owning, as ConvSpec.
+// The arguments that a plain convolution does not have. Non-owning, like ConvSpec.
 struct FusedParts {
   const OptionalTensor& scale;     // (K)
   const OptionalTensor& residual;  // of the result's shape and dtype
@@ -18,17 +18,17 @@ struct FusedParts {
 // Raises where a part does not fit the result's sizes.
 void check_fused(const FusedParts& parts, const at::Tensor& input, c10::SymIntArrayRef sizes);
 
-// By operators that are each differentiable.
+// Composed of differentiable operators.
 at::Tensor fused_from_parts(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                             const OptionalTensor& bias, const FusedParts& parts);
 
-// patchconv::_conv2d_fused: the result and, where `mask`, its bits (core/mask.h; else no elements).
+// patchconv::_conv2d_fused: the result and, with `mask`, its bits (core/mask.h; without, an empty tensor).
 std::tuple<at::Tensor, at::Tensor> call_conv_fused(const ConvSpec& spec, const at::Tensor& input,
                                                    const at::Tensor& weight, const OptionalTensor& bias,
                                                    const FusedParts& parts, bool mask);
 
-// patchconv::_conv2d_masked_backward: a convolution's gradients from one that counts where its bits say so.
-// `grad_output` is dense, the bits are of its memory.
+// patchconv::_conv2d_masked_backward: gradients of a convolution, where elements of grad_output whose bit is
+// 0 count as zero. `grad_output` is dense, and the bits are in its memory order.
 ConvGrads call_conv_masked_backward(const ConvSpec& spec, const at::Tensor& grad_output,
                                     const at::Tensor& bits, const OptionalTensor& input,
                                     const OptionalTensor& weight, c10::SymIntArrayRef input_size,

@@ -1,10 +1,10 @@
-// Joins the operators' signatures (csrc/library.cpp) to the rooms that implement them.
+// Joins the operators' signatures (csrc/library.cpp) to their implementations.
 //
-// A room is a type with static functions in terms of ConvSpec:
+// An implementation (a Room) is a type with static functions in terms of ConvSpec:
 //     Tensor forward(const ConvSpec&, input, weight, bias)
 //     ConvGrads backward(const ConvSpec&, grad_output, input, weight, input_size, weight_size, output_mask)
-// register_conv_forward and register_conv_backward enter them for all six operators under one dispatch key,
-// and call_conv and call_conv_backward go the other way: from a spec through the dispatcher.
+// register_conv_forward and register_conv_backward register them for all six operators under one dispatch
+// key. call_conv and call_conv_backward go the other way: from a spec through the dispatcher.
 #pragma once
 
 #include <torch/library.h>
@@ -85,24 +85,24 @@ void register_conv_backward(torch::Library& m) {
   m.impl("conv_transpose3d_backward", &ConvSignatures<Room, 3>::conv_transpose_backward);
 }
 
-// Through the dispatcher, from the keys that are not excluded on this thread.
+// Calls the operator through the dispatcher, for the keys that are not excluded on this thread.
 at::Tensor call_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                      const OptionalTensor& bias);
-// The same with `output` for its value, which the caller has computed in pieces: the node alone is made. For
-// calls that are recorded.
+// The same where the caller has computed the result already, in pieces: `output` is returned, and only the
+// node is made. For calls that autograd records.
 at::Tensor conv_given(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                       const OptionalTensor& bias, const at::Tensor& output);
 ConvGrads call_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output, const OptionalTensor& input,
                              const OptionalTensor& weight, c10::SymIntArrayRef input_size,
                              c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask);
 
-// The tensors of a call as autocast would make them, where it is on for their device: for calls that reach a
-// room which runs before autocast's.
+// The tensors of a call as autocast would cast them, if it is on for their device: for implementations that
+// run before autocast.
 std::tuple<at::Tensor, at::Tensor, OptionalTensor> autocast_as_enabled(const at::Tensor& input,
                                                                        const at::Tensor& weight,
                                                                        const OptionalTensor& bias);
 
-// The same result from stock operators alone: for what a C++ node cannot serve (torch.func, forward-mode AD).
+// The same result from stock operators alone, where a C++ node cannot serve (torch.func, forward-mode AD).
 at::Tensor stock_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
                       const OptionalTensor& bias);
 ConvGrads stock_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output,

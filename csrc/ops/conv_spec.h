@@ -1,7 +1,7 @@
-// The arguments of the convolution operators in one shape, and the shape rules with their error messages.
+// One struct for the arguments of the convolution operators, and the shape rules with their error messages.
 //
-// The six operators differ in number of dimensions, in direction and in argument order; every room works on a
-// ConvSpec instead. The rules are written once, for concrete sizes (CPU, CUDA) and symbolic ones (Meta).
+// The six operators differ in number of dimensions, in direction and in argument order; all other code works
+// on a ConvSpec. The rules are written once, for concrete sizes (CPU, CUDA) and symbolic ones (Meta).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -35,7 +35,7 @@ struct ConvSpec {
 
 using ConvGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Checked and expanded to one entry a dimension. 1-D operators keep dims == 1 here.
+// Checked, with one entry per dimension. 1-D operators keep dims == 1 here.
 struct ConvParams {
   const char* op = "";
   int dims = 0;
@@ -62,8 +62,8 @@ std::vector<Int> check_sizes(const ConvParams& params, c10::ArrayRef<Int> input,
 void check_forward_tensors(const ConvParams& params, const at::Tensor& input, const at::Tensor& weight,
                            const std::optional<at::Tensor>& bias);
 
-// The same for a backward call. `grad_output` must have the sizes that the forward call returned; a tensor
-// that a requested gradient needs must be given, and have the size named beside it.
+// The same for a backward call. `grad_output` must have the sizes that the forward call returned. A tensor
+// that a requested gradient needs must be given and have the size that is passed for it.
 void check_backward_tensors(const ConvParams& params, const at::Tensor& grad_output,
                             const std::optional<at::Tensor>& input, const std::optional<at::Tensor>& weight,
                             c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,

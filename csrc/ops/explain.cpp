@@ -31,7 +31,7 @@ void check_size(const std::vector<int64_t>& size) {
                     size);
 }
 
-// A tensor of this form that holds nothing.
+// A tensor of this size, layout and dtype without memory.
 Tensor stand_in(const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
                 const std::string& dtype) {
   const auto options = at::TensorOptions().device(at::kMeta).dtype(dtype_of(dtype));
@@ -67,7 +67,7 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   const ConvProblem problem = make_problem(params, batched.sizes(), weight.sizes());
   TensorFacts facts = tensor_facts(problem, in, w);
   if (q.pass != "fprop") {
-    // The output's gradient is taken to have the output's layout.
+    // The output's gradient is assumed to have the output's layout.
     const auto sizes = q.transposed ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
     const Tensor grad = at::empty(sizes, in.options().memory_format(facts.format));
     facts = q.pass == "dgrad" ? tensor_facts(problem, grad, w) : tensor_facts(problem, {in, grad}, w);
@@ -79,7 +79,7 @@ ConvExplanation explain_conv(const ConvQuestion& q) {
   result.plan = find_route(*engine, problem, pass, facts).plan;
   result.tiles.assign(result.plan.pieces.begin() + (problem.lifted ? 1 : 0), result.plan.pieces.end());
   result.reason = result.plan.explanation(workspace_limit());
-  result.kernel = engine->own_kernel(problem, pass, facts.dtype, facts.format);
+  result.kernel = engine->native_kernel(problem, pass, facts.dtype, facts.format);
   if (result.kernel) {
     result.tiles.assign(dims, 1);
     if (!problem.splits.empty()) {

@@ -1,4 +1,4 @@
-// What a convolution would do, from sizes alone: the planner's answer without a tensor.
+// How a convolution would be computed, from sizes alone.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct ConvQuestion {
 
 struct ConvExplanation {
   TilePlan plan;
-  OwnKernel kernel;            // that is taken in place of stock operators
+  NativeKernel kernel;         // used instead of stock operators
   std::vector<int64_t> tiles;  // per spatial dimension of the operator
   std::vector<int64_t> output_size;
   std::string reason;

@@ -1,4 +1,4 @@
-// Batch norm and its kin below autograd, and under torch.func: stock operators.
+// Batch, instance, group, layer and RMS norm below autograd, and under torch.func: stock operators.
 #include "ops/norm.h"
 
 #include <ATen/ops/batch_norm.h>
@@ -167,7 +167,7 @@ BatchNormed batch_norm_parts(const Tensor& input, const OptionalTensor& weight, 
   if (training) {
     std::tie(result.mean, result.var) = batch_statistics(input, running_mean, running_var, momentum);
   } else {
-    // Copies, since a later forward pass may move the statistics.
+    // Copies, since a later forward pass may update the statistics.
     const auto dtype = at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
     result.mean = old_mean.to(dtype, /*non_blocking=*/false, /*copy=*/true);
     result.var = old_var.to(dtype, /*non_blocking=*/false, /*copy=*/true);

@@ -1,5 +1,5 @@
-// Normalisation by channel or group, in the pieces that forward, backward and rebuild are made of. With an
-// activation (core/norm.h) the value that it is applied to is not kept: backward makes it again.
+// Normalisation by channel or group, in the parts that forward, backward and rebuild share. With an
+// activation (core/norm.h) the value before the activation is not saved: backward computes it again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 // ---------------------------------------------------------------------------------------------------------
 // By channel, over all images. Statistics are (C), in float32 for half precision.
 
-// patchconv::_batch_statistics: mean and biased variance; moves the running ones that are given.
+// patchconv::_batch_statistics: mean and biased variance; updates the running ones that are given.
 std::tuple<at::Tensor, at::Tensor> batch_statistics(const at::Tensor& input,
                                                     const OptionalTensor& running_mean,
                                                     const OptionalTensor& running_var, double momentum);
@@ -28,7 +28,7 @@ std::tuple<at::Tensor, at::Tensor> batch_statistics_with_aten(const at::Tensor& 
 void move_running(const OptionalTensor& running, const at::Tensor& now, double momentum, double factor);
 
 // patchconv::_normalize: activation((input - mean) / sqrt(var + eps) * weight + bias). An element of the
-// result depends on its own value and its channel's numbers alone.
+// result depends only on its own value and on its channel's numbers.
 at::Tensor normalize(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                      const at::Tensor& mean, const at::Tensor& var, double eps, Activation activation);
 at::Tensor normalize_with_aten(const at::Tensor& input, const OptionalTensor& weight,
@@ -47,7 +47,7 @@ std::tuple<at::Tensor, at::Tensor> normalize_masked_with_aten(const at::Tensor& 
                                                               double eps);
 
 // patchconv::_batch_norm_backward: gradients of normalize(). `training`: also through the statistics, which
-// are then the input's.
+// are then those of the input.
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // of input, weight and bias
 Gradients batch_norm_backward(const at::Tensor& grad, const at::Tensor& input, const OptionalTensor& weight,
                               const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& var,
@@ -57,8 +57,8 @@ Gradients batch_norm_backward_with_aten(const at::Tensor& grad, const at::Tensor
                                         const at::Tensor& mean, const at::Tensor& var, bool training,
                                         double eps, int64_t activation, std::array<bool, 3> mask);
 
-// patchconv::_batch_norm_backward_: the same, the input's gradient written over `grad`. On the CPU without
-// other memory than the parameters' gradients, which are returned.
+// patchconv::_batch_norm_backward_: the same, with the input's gradient written over `grad`. On the CPU it
+// allocates only the parameters' gradients, which are returned.
 std::tuple<at::Tensor, at::Tensor> batch_norm_backward_(at::Tensor grad, const at::Tensor& input,
                                                         const OptionalTensor& weight,
                                                         const OptionalTensor& bias, const at::Tensor& mean,
@@ -72,13 +72,13 @@ std::tuple<at::Tensor, at::Tensor> batch_norm_backward_with_aten_(
 
 at::Tensor inverse_deviation(const at::Tensor& var, double eps);
 
-// What batch norm is below autograd.
+// The result of batch norm below autograd.
 struct BatchNormed {
   at::Tensor y;
-  at::Tensor mean, var;  // that it was made with
-  at::Tensor bits;       // where asked for: ReLU's
+  at::Tensor mean, var;  // the statistics it was computed with
+  at::Tensor bits;       // ReLU's, if asked for
 };
-// patchconv::batch_norm or batch_norm_relu. The running statistics are moved if `training`.
+// patchconv::batch_norm or batch_norm_relu. The running statistics are updated if `training`.
 BatchNormed batch_norm_parts(const at::Tensor& input, const OptionalTensor& weight,
                              const OptionalTensor& bias, const OptionalTensor& running_mean,
                              const OptionalTensor& running_var, bool training, double momentum, double eps,
@@ -90,7 +90,7 @@ at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& weight, con
                       double momentum, double eps);
 
 // ---------------------------------------------------------------------------------------------------------
-// By group of channels, in each image. Statistics are stock's: (N, G), the second one over the deviation.
+// By group of channels, in each image. Statistics have stock's form: (N, G), mean and 1 / sqrt(var + eps).
 
 // patchconv::_group_norm: y, mean, 1 / sqrt(var + eps).
 std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_parts(const at::Tensor& input,
@@ -100,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_parts(const at::Tensor
 std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_with_aten(
     const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, int64_t groups,
     double eps, int64_t activation, std::optional<at::ScalarType> statistics);
-// patchconv::_group_norm_again: y, of the statistics that the forward pass found.
+// patchconv::_group_norm_again: y, from the statistics of the forward pass.
 at::Tensor group_norm_again(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                             const at::Tensor& mean, const at::Tensor& rstd, int64_t groups, double eps,
                             Activation activation);

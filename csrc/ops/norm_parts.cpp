@@ -1,8 +1,8 @@
-// The pieces of batch and group norm by stock operators, for devices, dtypes and backends that have no kernel
-// of ours, and the ways to them through the dispatcher.
+// The parts of batch and group norm by stock operators, for devices, dtypes and backends without a kernel
+// here, and the calls to them through the dispatcher.
 //
-// On CUDA stock's elementwise kernel of synchronised batch norm maps by channel: it takes the statistics as
-// arguments, so a rebuild gives the same bits as the forward pass.
+// On CUDA the map by channel is stock's elementwise kernel of synchronised batch norm: it takes the
+// statistics as arguments, so a rebuild gives the same bits as the forward pass.
 #include <ATen/ops/batch_norm_elemt.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -37,7 +37,7 @@ at::ScalarType statistics_type(const Tensor& input) {
 
 bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
-// The gradient of z, which is made again by make(activation).
+// The gradient of z, which make(activation) computes again.
 template <typename Make>
 Tensor before_activation(const Tensor& grad, int64_t activation, Make make) {
   switch (static_cast<Activation>(activation)) {
@@ -69,11 +69,11 @@ bool by_native_kernels(const Tensor& x) {
          (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16);
 }
 
-// In its own layout where that is served, else contiguous. For operators' callers: fake tensors still know
-// their device there.
+// In its own layout where the device serves that, else contiguous. Called before the dispatcher, where fake
+// tensors still know their device.
 Tensor laid_out_for_groups(const Tensor& x) {
-  const bool own = x.is_cpu() || by_native_kernels(x);
-  return x.contiguous(own ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
+  const bool keeps_layout = x.is_cpu() || by_native_kernels(x);
+  return x.contiguous(keeps_layout ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
@@ -86,7 +86,7 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
                           const Tensor&, double, int64_t) {
     return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
   });
-  // Inputs come in the layout that the device serves (laid_out_for_groups).
+  // Inputs come in a layout that the device serves (laid_out_for_groups).
   m.impl("_group_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                            int64_t groups, double eps, int64_t activation,
                            std::optional<at::ScalarType> statistics) {
@@ -148,7 +148,7 @@ Tensor stock_activation(const Tensor& z, Activation activation) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// Rounded once: its error scales all of a channel.
+// Rounded once, since its error scales a whole channel.
 Tensor inverse_deviation(const Tensor& var, double eps) {
   return var.to(at::kDouble).add(eps).rsqrt_().to(var.scalar_type());
 }
@@ -201,7 +201,8 @@ Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input,
   const Tensor g = before_activation(grad, activation, [&](Activation what) {
     return normalize(input, weight, bias, mean, var, eps, what);
   });
-  // Parameters in the statistics' dtype: of half precision stock would otherwise want the statistics in half.
+  // Parameters in the dtype of the statistics: with parameters in half precision, stock would want statistics
+  // in half precision too.
   const OptionalTensor scale = parameter(weight, mean.scalar_type());
   return training ? at::native_batch_norm_backward(g, input, scale, {}, {}, mean, inverse_deviation(var, eps),
                                                    true, eps, mask)

@@ -1,5 +1,5 @@
-// Max pools with small offsets where there is no kernel for them: through stock's 64-bit indices, which are
-// there for the time of a call. And pools under torch.func: stock operators.
+// Max pools with small offsets where no kernel makes them: through stock's 64-bit indices, which exist only
+// during the call. And pools under torch.func: stock operators.
 #include "ops/pool.h"
 
 #include <ATen/ops/adaptive_avg_pool1d.h>
@@ -43,7 +43,7 @@ Pool windows_of(const PoolSpec& spec, IntArrayRef input, IntArrayRef output) {
   return {input, output, spec.kernel, spec.stride, spec.padding, spec.dilation};
 }
 
-// Flat indices into the input's grid from offsets, or offsets from them: dimension by dimension.
+// From offsets to flat indices into the input's grid and back, dimension by dimension.
 struct Grid {
   Grid(const PoolSpec& spec, IntArrayRef input, IntArrayRef output, const at::Device& device)
       : sizes(input.vec()) {
@@ -52,7 +52,7 @@ struct Grid {
     for (size_t d = 0; d < dims; ++d) {
       std::vector<int64_t> shape(dims, 1);
       shape[d] = output[d];
-      // Made on the device: a copy from the host would wait for it, and cannot be captured in a graph.
+      // Created on the device: a copy from the host would synchronise, and cannot be captured in a graph.
       const Tensor o = at::arange(output[d], options);
       Tensor start, taps;
       if (spec.kernel.empty()) {
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor> max_pool_with_aten(const Tensor& input, IntArrayRef k
                                 : dims == 2 ? at::adaptive_max_pool2d(input, output_size)
                                             : at::adaptive_max_pool3d(input, output_size);
   } else {
-    // Whether a last window that only partly fits counts is what the output's size says.
+    // The output's size shows whether a last window that fits only in part counts (ceil mode).
     bool ceil = false;
     for (size_t d = 0; d < dims; ++d) {
       const int64_t reach = dilation[d] * (kernel[d] - 1) + 1;

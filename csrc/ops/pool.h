@@ -1,5 +1,5 @@
-// Pooling windows and the operators of pools: max pools, which keep the place of each maximum in its window,
-// and average pools, which keep sizes.
+// Pooling windows and the pooling operators: max pools, which save the position of each maximum in its
+// window, and average pools, which save sizes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace patchconv {
 
-// One number a spatial dimension. An empty `kernel` means adaptive windows.
+// One number per spatial dimension. An empty `kernel` means adaptive windows.
 struct PoolSpec {
   std::vector<int64_t> kernel, stride, padding, dilation;
 };
@@ -23,7 +23,7 @@ at::Tensor max_pool_take(const at::Tensor& input, const at::Tensor& offsets, con
 at::Tensor max_pool_backward(const at::Tensor& grad, const at::Tensor& offsets,
                              c10::SymIntArrayRef input_size, const PoolSpec& spec);
 
-// The same by stock operators, for devices, dtypes and sizes that have no kernel of ours.
+// The same by stock operators, for devices, dtypes and sizes without a kernel here.
 std::tuple<at::Tensor, at::Tensor> max_pool_with_aten(const at::Tensor& input, at::IntArrayRef kernel,
                                                       at::IntArrayRef stride, at::IntArrayRef padding,
                                                       at::IntArrayRef dilation, at::IntArrayRef output_size);
@@ -37,7 +37,7 @@ at::Tensor max_pool_backward_with_aten(const at::Tensor& grad, const at::Tensor&
 // An average pool over two or three dimensions.
 struct AvgPoolSpec {
   bool adaptive = false;
-  std::vector<int64_t> kernel, stride = {}, padding = {};  // kernel: or the output's size
+  std::vector<int64_t> kernel, stride = {}, padding = {};  // kernel: the output's size if adaptive
   bool ceil_mode = false, count_include_pad = true;
   std::optional<int64_t> divisor = {};
 
@@ -51,7 +51,7 @@ at::Tensor avg_pool_forward(const at::Tensor& input, const AvgPoolSpec& spec);
 at::Tensor avg_pool_backward(const at::Tensor& grad, at::IntArrayRef input_size, at::MemoryFormat format,
                              const AvgPoolSpec& spec);
 
-// An input of which a stock backward operator reads nothing but sizes and layout.
+// Stands for an input of which a stock backward operator reads only sizes and layout.
 at::Tensor stand_in(const at::Tensor& grad, at::IntArrayRef sizes, at::MemoryFormat format);
 
 }  // namespace patchconv

@@ -49,7 +49,7 @@ Tensor padded(const ConvParams& params, const Tensor& input) {
                         params.mode == PaddingMode::kZeros ? "constant" : padding_mode_name(params.mode));
 }
 
-// The reverse of `padded`, added up: the gradient of a padded input to that of the input.
+// The transpose of padded(): from the gradient of the padded input to that of the input.
 Tensor unpadded(const ConvParams& params, Tensor grad, at::IntArrayRef size) {
   for (const auto d : irange(params.dims)) {
     const int64_t length = size[size.size() - params.dims + d];
@@ -95,7 +95,7 @@ ConvGrads stock_conv_backward(const ConvSpec& spec, const Tensor& grad_output, c
   const Tensor grad = batched ? grad_output : grad_output.unsqueeze(0);
   Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) {
-    std::vector<int64_t> rest(args.dims, 0);  // what the kernels do not reach at the far end
+    std::vector<int64_t> rest(args.dims, 0);  // coordinates at the far end that no kernel reaches
     for (const auto d : irange(args.dims)) {
       if (spec.transposed) continue;
       const int64_t length =

@@ -25,8 +25,8 @@ Tensor allocate(at::IntArrayRef sizes, const Tensor& like, at::MemoryFormat form
   return at::empty(sizes, like.options().memory_format(format));
 }
 
-// One pass that writes a grid, along its plan, into a new tensor. `bits`, of the source, only for own
-// kernels.
+// One pass that writes a grid, by its plan, into a new tensor. `bits` belong to the source; only this
+// project's kernels take them.
 Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const Tensor& source,
                     const Tensor& weight, const OptionalTensor& bias, const Tensor& bits = Tensor()) {
   const bool to_big = pass == ConvPass::kBig;
@@ -37,9 +37,9 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
     if (bias.has_value() && bias->defined()) result.add_(bias_shaped(*bias, result.dim()));
     return result;
   }
-  if (engine.own_kernel(problem, pass, facts.dtype, facts.format)) {
+  if (engine.native_kernel(problem, pass, facts.dtype, facts.format)) {
     const Tensor result = allocate(sizes, source, facts.format);
-    engine.own_grid(problem, pass, source, bits, weight, {bias}, result);
+    engine.native_grid(problem, pass, source, bits, weight, {bias}, result);
     return result;
   }
   TORCH_INTERNAL_ASSERT(!bits.defined());
@@ -67,7 +67,7 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
   return result.contiguous(facts.format);
 }
 
-// A gradient with zeros where its bits say so.
+// The gradient, with zeros where the bit is 0.
 Tensor without(const Tensor& grad, const Tensor& bits) { return mask_backward(grad, bits, 1, 0); }
 
 }  // namespace
@@ -131,27 +131,27 @@ ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvPa
       spec.transposed ? problem.small_sizes(problem.batch) : problem.big_sizes(problem.batch);
   const bool empty = grad.numel() == 0 || c10::multiply_integers(input_sizes) == 0;
 
-  const auto own = [&](bool wanted, ConvPass pass, const TensorFacts& facts) {
-    return wanted && !empty && engine.own_kernel(problem, pass, facts.dtype, facts.format);
+  const auto native = [&](bool wanted, ConvPass pass, const TensorFacts& facts) {
+    return wanted && !empty && engine.native_kernel(problem, pass, facts.dtype, facts.format);
   };
-  const bool own_weight =
-      own(output_mask[1], ConvPass::kWeight, tensor_facts(problem, {in.defined() ? in : grad, grad}, w));
-  const bool own_input = own(output_mask[0], input_pass, tensor_facts(problem, grad, w));
-  if (bits.defined() &&
-      (!(own_input || own_weight) || (output_mask[0] && !own_input) || (output_mask[1] && !own_weight))) {
+  const bool native_weight =
+      native(output_mask[1], ConvPass::kWeight, tensor_facts(problem, {in.defined() ? in : grad, grad}, w));
+  const bool native_input = native(output_mask[0], input_pass, tensor_facts(problem, grad, w));
+  if (bits.defined() && (!(native_input || native_weight) || (output_mask[0] && !native_input) ||
+                         (output_mask[1] && !native_weight))) {
     return gradients(engine, spec, params, problem, lift, without(grad_output, bits), input, weight,
                      output_mask, Tensor());
   }
 
-  // The gradients that one stock call computes within the limit. It wants all tensors.
+  // The gradients that one stock call computes within the limit. That call needs all tensors.
   std::array<bool, 3> together = {false, false, false};
   TilePlan weight_plan;
-  if (output_mask[1] && !empty && !own_weight) {
+  if (output_mask[1] && !empty && !native_weight) {
     weight_plan = plan_conv(engine, problem, ConvPass::kWeight, tensor_facts(problem, {in, grad}, w));
   }
   if (in.defined() && !empty) {
-    together[1] = output_mask[1] && !own_weight && !weight_plan.tiled;
-    together[0] = output_mask[0] && !own_input && w.defined() &&
+    together[1] = output_mask[1] && !native_weight && !weight_plan.tiled;
+    together[0] = output_mask[0] && !native_input && w.defined() &&
                   !plan_conv(engine, problem, input_pass, tensor_facts(problem, grad, w)).tiled;
     together[2] = output_mask[2] && together[1];
   }
@@ -186,8 +186,8 @@ ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvPa
   if (output_mask[1] && !together[1]) {
     if (empty) {
       grad_weight = at::zeros(problem.weight_sizes(), grad.options());
-    } else if (own_weight) {
-      grad_weight = engine.own_weight(problem, big, small, bits);
+    } else if (native_weight) {
+      grad_weight = engine.native_weight(problem, big, small, bits);
     } else {
       grad_weight = tile_weight(engine, problem, weight_plan, big, small).to(grad.scalar_type());
     }
@@ -196,7 +196,7 @@ ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvPa
   if (output_mask[2] && !together[2]) {
     std::vector<int64_t> dims{0};
     for (const auto d : irange<int64_t>(2, grad.dim())) dims.push_back(d);
-    grad_bias = bits.defined() ? engine.own_bias(grad, bits) : at::sum(grad, dims);
+    grad_bias = bits.defined() ? engine.native_bias(grad, bits) : at::sum(grad, dims);
   }
   if (output_mask[1]) grad_weight = grad_weight.contiguous(weight_format(weight));
   return {grad_input, grad_weight, grad_bias};

@@ -40,12 +40,13 @@ struct ConvProblem {
   PaddingMode mode = PaddingMode::kZeros;
   std::vector<ConvDim> dims;
   std::vector<int64_t> splits;  // empty: automatic
-  bool tiles_only = false;      // not to be handed to stock in one call
+  bool tiles_only = false;      // never computed by one stock call
 
-  // The written grid was padded with its own values: its gradient gathers what they received there.
+  // Set if the written grid was padded with its own values: the gradient of an element then also gathers
+  // those of its copies in the padding.
   struct Gather {
     PaddingMode mode;
-    std::vector<ConvDim> dims;  // as that padding saw them, the written grid as the big one
+    std::vector<ConvDim> dims;  // geometry of that padding, with the written grid as the big one
   };
   std::optional<Gather> gather;
 
@@ -57,22 +58,22 @@ struct ConvProblem {
   int64_t kernel_volume() const;
 };
 
-// Sizes of a batched forward call's input and weight, already checked, to a problem.
+// The problem of a batched forward call, from sizes that were checked.
 ConvProblem make_problem(const ConvParams& params, at::IntArrayRef input, at::IntArrayRef weight);
 
-// In which form a device wants the tiles of a pass, and what they cost.
+// The form in which a device wants the tiles of a pass, and what they cost.
 struct TileStyle {
   at::ScalarType dtype = at::kFloat;
   at::MemoryFormat format = at::MemoryFormat::Contiguous;
   TileCost cost;
   int64_t preferred_bytes = 0;
   bool copies = false;                                        // see PlanRequest
-  int64_t threads = 1;                                        // that may compute a tile each
+  int64_t threads = 1;                                        // that may each compute a tile
   int64_t max_padding = std::numeric_limits<int64_t>::max();  // wider zero padding is copied into the tile
 };
 
-// A rectangle of a grid: images [batch.begin, batch.end) and one range a spatial dimension. Ranges of the big
-// grid may reach into its padding.
+// A rectangle of a grid: images [batch.begin, batch.end) and one range per spatial dimension. Ranges of the
+// big grid may reach into its padding.
 struct Region {
   Range batch;
   std::vector<Range> ranges;
@@ -81,36 +82,37 @@ struct Region {
   at::Tensor view(const at::Tensor& tensor) const;  // of a region that lies inside
 };
 
-// What becomes of the sums of a pass before they are written: relu(sums * scale + bias + residual), each part
-// where it is given.
+// What is applied to the sums of a pass before they are written: relu(sums * scale + bias + residual), each
+// part optional.
 struct Epilogue {
   std::optional<at::Tensor> bias;      // (channels)
   std::optional<at::Tensor> scale;     // (channels), float32
   std::optional<at::Tensor> residual;  // of the result's shape
   bool relu = false;
-  at::Tensor bits;  // written, if defined: which elements ReLU let pass (core/mask.h)
+  at::Tensor bits;  // written, if defined: which elements ReLU passes (core/mask.h)
 };
 
-// A kernel of the device's own that computes a pass, or a piece of it, in one go.
-struct OwnKernel {
-  const char* name = nullptr;  // nothing: stock operators are taken
+// One of this project's kernels on a device. It computes a pass, or a piece of it, in one go.
+struct NativeKernel {
+  const char* name = nullptr;  // null: stock operators are used
   int64_t workspace = 0;       // transient bytes, at most
 
   explicit operator bool() const { return name != nullptr; }
 };
 
-// What a device brings to the loop. The base class does everything with stock operators on any device.
+// What a device contributes to the loop. The base class uses stock operators, on any device.
 class ConvEngine {
  public:
   virtual ~ConvEngine() = default;
 
-  // Transient bytes of a single stock call for the whole problem, or any larger number up to `enough`: what
-  // is no more than that need not be known better. `format` is that of its tensors.
+  // Transient bytes of a single stock call for the whole problem. If they are at most `enough`, the answer
+  // may be any number from there up to `enough`: it then does not matter. `format` is that of the problem's
+  // tensors.
   virtual int64_t stock_bytes(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                               at::MemoryFormat format, int64_t enough) const = 0;
   virtual TileStyle tile_style(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const = 0;
 
-  // A loop over [0, count) by as many threads, each serial within.
+  // A loop over [0, count) on this many threads. Operators that are called within it run on one thread.
   virtual void parallel(int64_t count, const std::function<void(int64_t, int64_t)>& range) const;
 
   // Whether a stock call is known to fail on this problem.
@@ -120,7 +122,7 @@ class ConvEngine {
   // Whether tiles are known to be much faster than a stock call that fits.
   virtual bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const;
 
-  // Copies a region of `source`, padding included, into a new tile.
+  // Copies a region of `source`, with its padding, into a new tile.
   virtual at::Tensor load(const at::Tensor& source, const Region& region, PaddingMode mode,
                           const TileStyle& style) const;
   // Writes a tile over a region that lies inside `target`.
@@ -132,27 +134,28 @@ class ConvEngine {
   virtual at::Tensor convolve(const at::Tensor& tile, const at::Tensor& weight,
                               const std::optional<at::Tensor>& bias, const ConvProblem& problem,
                               at::IntArrayRef padding) const;
-  // Adds a pair of tiles' weight gradient to `sum`.
+  // Adds the weight gradient of a pair of tiles to `sum`.
   virtual void correlate(const at::Tensor& big, const at::Tensor& small, const ConvProblem& problem,
                          at::IntArrayRef padding, const at::Tensor& sum) const;
   // Whether a transposed convolution of stride 1 is better computed as a convolution.
   virtual bool prefers_convolution() const;
 
-  // The device's own kernels, if one is to be taken; `format` is that of what is written.
-  virtual OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                               at::MemoryFormat format) const;
-  // Whether own_grid() can write the bits of an epilogue to a grid of this form.
-  virtual bool own_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target) const;
-  // Writes the grid that `pass` computes. `bits`, if defined, are of the source's memory: elements of which
-  // they say no count as zero. Cut where the problem asks for it, to the same bits.
-  virtual void own_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
-                        const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
-                        const at::Tensor& target) const;
-  // The weight's gradient; `bits` are of what came back through the operator's output.
-  virtual at::Tensor own_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
-                                const at::Tensor& bits) const;
-  // The bias's gradient (C) from that of the output, of which bits count.
-  virtual at::Tensor own_bias(const at::Tensor& grad, const at::Tensor& bits) const;
+  // The kernel of this project to use for the pass, if any; `format` is that of the tensor that is written.
+  virtual NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                                     at::MemoryFormat format) const;
+  // Whether native_grid() can write the bits of an epilogue to a grid of this form.
+  virtual bool native_bits(const ConvProblem& problem, ConvPass pass, const at::Tensor& target) const;
+  // Writes the grid that `pass` computes. `bits`, if defined, are in the memory order of the source: elements
+  // whose bit is 0 count as zero. The grid is cut if the problem asks for it, without changing a bit of the
+  // result.
+  virtual void native_grid(const ConvProblem& problem, ConvPass pass, const at::Tensor& source,
+                           const at::Tensor& bits, const at::Tensor& weight, const Epilogue& epilogue,
+                           const at::Tensor& target) const;
+  // The weight's gradient; `bits` belong to the gradient of the operator's output.
+  virtual at::Tensor native_weight(const ConvProblem& problem, const at::Tensor& big, const at::Tensor& small,
+                                   const at::Tensor& bits) const;
+  // The bias's gradient (C) from the output's gradient, of which elements count whose bit is 1.
+  virtual at::Tensor native_bias(const at::Tensor& grad, const at::Tensor& bits) const;
 };
 
 // Engines by device type ("cpu", "cuda"); null for a device this build does not serve. Each registers itself.
@@ -161,25 +164,26 @@ struct RegisterEngine {
   RegisterEngine(const char* device, const ConvEngine& engine);
 };
 
-// What a plan asks about the tensors of a pass.
+// What a plan needs to know about the tensors of a pass.
 struct TensorFacts {
   at::ScalarType dtype;
   at::MemoryFormat format;   // of the result
-  int64_t copied_bytes = 0;  // that a single stock call would spend on dense copies of tensors that are not
-  bool exact_bytes = false;  // wants to know what a stock call takes although it is little
+  int64_t copied_bytes = 0;  // of the dense copies that a stock call would make
+  bool exact_bytes = false;  // estimate the bytes of a stock call even if they are few
 };
 
 // The plan that a pass over this problem would follow.
 TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
                    const TensorFacts& facts);
 
-// Stock computes a weight gradient only in company of a weight. Its values are not read: any will do.
+// Stock computes a weight gradient only if it is given a weight, whose values it does not read.
 at::Tensor weight_stand_in(const ConvProblem& problem, const at::Tensor& like);
 
 // Whole operators: tensors as the dispatcher hands them over (unbatched, 1-D, any strides).
 at::Tensor conv_forward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& input,
                         const at::Tensor& weight, const std::optional<at::Tensor>& bias);
-// `bits`, if defined, are of grad_output's memory, which is dense: what they say no to counts as zero.
+// `bits`, if defined, are in the memory order of grad_output, which is dense: elements whose bit is 0 count
+// as zero.
 ConvGrads conv_backward(const ConvEngine& engine, const ConvSpec& spec, const at::Tensor& grad_output,
                         const std::optional<at::Tensor>& input, const std::optional<at::Tensor>& weight,
                         c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,

@@ -1,5 +1,5 @@
-// conv2d_fused on a device: one launch where its own kernels run, else the convolution in tiles and its parts
-// in place. Besides the result only the bits are allocated.
+// conv2d_fused on a device: one launch where this project's kernels run, else the convolution in tiles and
+// then its other parts in place. Besides the result only the bits are allocated.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -40,21 +40,21 @@ std::tuple<Tensor, Tensor> conv2d_fused(const Tensor& input, const Tensor& weigh
   const TensorFacts facts = tensor_facts(problem, x, weight);
   Tensor y, bits;
   const bool empty = x.numel() == 0 || c10::multiply_integers(sizes) == 0;
-  if (!empty && engine.own_kernel(problem, ConvPass::kSmall, facts.dtype, facts.format)) {
+  if (!empty && engine.native_kernel(problem, ConvPass::kSmall, facts.dtype, facts.format)) {
     const Tensor whole =
         at::empty(problem.small_sizes(problem.batch), x.options().memory_format(facts.format));
     Epilogue epilogue{bias, scale, std::nullopt, relu};
     if (given(residual)) epilogue.residual = lift(*residual);
-    if (mask && relu && engine.own_bits(problem, ConvPass::kSmall, whole)) {
+    if (mask && relu && engine.native_bits(problem, ConvPass::kSmall, whole)) {
       epilogue.bits = bits = at::empty({mask_bytes(whole.numel())}, x.options().dtype(at::kByte));
     }
-    engine.own_grid(problem, ConvPass::kSmall, x, Tensor(), weight, epilogue, whole);
+    engine.native_grid(problem, ConvPass::kSmall, x, Tensor(), weight, epilogue, whole);
     y = lift.undo(whole);
     if (mask && relu && !bits.defined()) bits = mask_pack(y, Mask::kRelu, 0, 0);
   } else {
     y = conv_forward(engine, spec, input, weight, given(scale) ? std::nullopt : bias);
     if (given(scale)) {
-      // As with gradients: half precision by way of float32, rounded once.
+      // As for gradients: half precision is computed in float32 and rounded once.
       const auto by_channel = [](const Tensor& vector) { return vector.view({-1, 1, 1}); };
       const bool reduced = at::isReducedFloatingType(y.scalar_type());
       Tensor z = reduced ? y.to(at::kFloat) : y;

@@ -1,4 +1,4 @@
-// Problems, plans, and the loads and stores of tiles made of stock operators, which serve any device.
+// Problems, plans, and tiles loaded and stored by stock operators, which serve any device.
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
@@ -168,22 +168,22 @@ void ConvEngine::correlate(const Tensor& big, const Tensor& small, const ConvPro
 
 bool ConvEngine::prefers_convolution() const { return false; }
 
-OwnKernel ConvEngine::own_kernel(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
+NativeKernel ConvEngine::native_kernel(const ConvProblem&, ConvPass, at::ScalarType, at::MemoryFormat) const {
   return {};
 }
 
-bool ConvEngine::own_bits(const ConvProblem&, ConvPass, const Tensor&) const { return false; }
+bool ConvEngine::native_bits(const ConvProblem&, ConvPass, const Tensor&) const { return false; }
 
-void ConvEngine::own_grid(const ConvProblem&, ConvPass, const Tensor&, const Tensor&, const Tensor&,
-                          const Epilogue&, const Tensor&) const {
+void ConvEngine::native_grid(const ConvProblem&, ConvPass, const Tensor&, const Tensor&, const Tensor&,
+                             const Epilogue&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
-Tensor ConvEngine::own_weight(const ConvProblem&, const Tensor&, const Tensor&, const Tensor&) const {
+Tensor ConvEngine::native_weight(const ConvProblem&, const Tensor&, const Tensor&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
-Tensor ConvEngine::own_bias(const Tensor&, const Tensor&) const {
+Tensor ConvEngine::native_bias(const Tensor&, const Tensor&) const {
   TORCH_INTERNAL_ASSERT(false, "a device without kernels of its own");
 }
 
@@ -228,7 +228,7 @@ TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPas
     request.preferred_bytes = style.preferred_bytes;
     request.copies = style.copies;
     request.threads = style.threads;
-    if (problem.gather.has_value()) {  // in a second buffer
+    if (problem.gather.has_value()) {  // which takes a second buffer
       (pass == ConvPass::kBig ? request.cost.big_bytes : request.cost.small_bytes) *= 2;
     }
   }

@@ -23,8 +23,8 @@ const char* pass_name(const ConvProblem& problem, ConvPass pass) {
   return (pass == ConvPass::kBig) == problem.transposed ? "fprop" : "dgrad";
 }
 
-// Calls visit(region, slot) for every tile of the cut grid; tiles of one slot follow each other on one
-// thread.
+// Calls visit(region, slot) for every tile of the cut grid; the tiles of one slot run one after another on
+// one thread.
 void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
                    const std::function<void(const Region&, int64_t)>& visit) {
   const CutGrid grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
@@ -54,8 +54,8 @@ void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPas
   });
 }
 
-// The part of the big grid that a tile of the small one reads: as a view of the tensor with zero padding left
-// to the stock operator where that is possible without a copy, else as a copy that holds its padding.
+// The part of the big grid that a tile of the small one reads. Where no copy is needed it is a view, and zero
+// padding is left to the stock operator; else it is a copy that includes its padding.
 struct BigTile {
   Tensor tensor;
   std::vector<int64_t> padding;
@@ -104,7 +104,8 @@ Tensor load_small(const ConvEngine& engine, const Tensor& small, const Region& r
   return engine.load(small, region, PaddingMode::kZeros, style);
 }
 
-// The regions of the padded grid that a gradient's tile gathers from: itself, and where padding shows it.
+// The regions of the padded grid that the tile of a gradient gathers from: the tile's own, and its copies in
+// the padding.
 std::vector<Region> gathered_regions(const ConvProblem::Gather& gather, const Region& region) {
   std::vector<Region> regions{{region.batch, {}}};
   for (const auto d : irange(gather.dims.size())) {
@@ -120,8 +121,9 @@ std::vector<Region> gathered_regions(const ConvProblem::Gather& gather, const Re
   return regions;
 }
 
-// Adds `part`, computed over `from`, to the tile `sum` of `region`: what lies in padding to where its values
-// come from. From dimension `d` on; those before it lie in the tile already.
+// Adds `part`, computed over `from`, to the tile `sum` of `region`. What lies in the padding is added to
+// where its values come from. Begins with dimension `d`; in those before it, `from` lies inside the tile
+// already.
 void add_gathered(const ConvProblem::Gather& gather, const Tensor& part, Region from, const Region& region,
                   size_t d, const Tensor& sum) {
   if (d == from.ranges.size()) {
@@ -155,8 +157,8 @@ void add_gathered(const ConvProblem::Gather& gather, const Tensor& part, Region 
   }
 }
 
-// A tile of a gradient that gathers. compute(part, &covered) gives what a region of the padded grid received,
-// as far as any kernel reaches it: undefined where none does. Half precision is added up in float32.
+// A tile of a gradient that gathers. compute(part, &covered) returns the gradient of a region of the padded
+// grid, as far as any kernel reaches it: undefined where none does. Half precision is added up in float32.
 Tensor gather_tile(const ConvProblem& problem, const Region& region, int64_t channels, const Tensor& like,
                    const TileStyle& style, const std::function<Tensor(const Region&, Region*)>& compute) {
   const auto options = like.options().dtype(at::toOpMathType(style.dtype)).memory_format(style.format);
@@ -170,7 +172,7 @@ Tensor gather_tile(const ConvProblem& problem, const Region& region, int64_t cha
 }
 
 OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
-  // Dense: oneDNN reads a vector, whatever its strides say.
+  // Dense, since oneDNN ignores the stride of a vector.
   return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype).contiguous())
                                                  : std::nullopt;
 }
@@ -224,8 +226,8 @@ Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass 
   if (!route.plan.tiled || pass != ConvPass::kBig || !unit_stride || !engine.prefers_convolution()) {
     return route;
   }
-  // big[i] = sum over r of weight[r] * small[i + pad_before - r * dilation]: the small grid, cropped or
-  // padded by what the kernel's reach leaves of the padding, under the kernel turned round.
+  // big[i] = sum over r of weight[r] * small[i + pad_before - r * dilation]: a convolution of the small grid
+  // with the flipped kernel, padded by reach - 1 - pad_before (cropped, where that is negative).
   ConvProblem other = route.problem;
   other.mode = PaddingMode::kZeros;
   other.transposed = !problem.transposed;
@@ -261,8 +263,8 @@ Tensor flipped_weight(const ConvProblem& problem, const Tensor& weight) {
 void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& big,
                 const Tensor& weight, const OptionalTensor& bias, const Tensor& small) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kSmall, big.scalar_type());
-  const Tensor own_weight = weight.to(style.dtype);
-  const OptionalTensor own_bias = cast(bias, style.dtype);
+  const Tensor tile_weight = weight.to(style.dtype);
+  const OptionalTensor tile_bias = cast(bias, style.dtype);
   PathRecorder recorder(problem, ConvPass::kSmall, plan);
   for_each_tile(engine, problem, ConvPass::kSmall, plan, [&](const Region& region, int64_t) {
     if (problem.gather.has_value()) {
@@ -270,15 +272,15 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
       const Tensor sum =
           gather_tile(problem, region, small.size(1), small, style, [&](const Region& part, Region*) {
             const BigTile tile = load_big(engine, problem, big, part, style);
-            return engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding);
+            return engine.convolve(tile.tensor, tile_weight, tile_bias, problem, tile.padding);
           });
       return engine.store(sum, region, small);
     }
     const BigTile tile = load_big(engine, problem, big, region, style);
     recorder.tile(tile.view);
-    if (engine.convolve_into(tile.tensor, own_weight, own_bias, problem, tile.padding, region.view(small)))
+    if (engine.convolve_into(tile.tensor, tile_weight, tile_bias, problem, tile.padding, region.view(small)))
       return;
-    engine.store(engine.convolve(tile.tensor, own_weight, own_bias, problem, tile.padding), region, small);
+    engine.store(engine.convolve(tile.tensor, tile_weight, tile_bias, problem, tile.padding), region, small);
   });
   recorder.finish();
 }
@@ -286,12 +288,12 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
 void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& small,
               const Tensor& weight, const OptionalTensor& bias, const Tensor& big) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kBig, small.scalar_type());
-  const Tensor own_weight = weight.to(style.dtype);
-  const OptionalTensor own_bias = cast(bias, style.dtype);
+  const Tensor tile_weight = weight.to(style.dtype);
+  const OptionalTensor tile_bias = cast(bias, style.dtype);
   const auto stride = values(problem, &ConvDim::stride);
   const auto dilation = values(problem, &ConvDim::dilation);
   const std::vector<int64_t> output_padding(problem.dims.size(), 0);
-  // What the region of the big grid receives, as far as the kernels reach: that part of it is `covered`.
+  // The values of a region of the big grid. `covered` is the part of it that the kernels reach.
   auto compute = [&](const Region& region, Region* covered) {
     const size_t count = problem.dims.size();
     Region source{region.batch, {}};
@@ -304,12 +306,12 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
       const Range reached = dim.big_range(source.ranges[d]);
       const Range range = intersect(region.ranges[d], reached);
       if (range.empty()) return Tensor();
-      // Stock's padding crops both ends alike; what remains at the front is skipped.
+      // Stock's padding crops both ends by the same amount; the rest at the front is skipped below.
       crop[d] = std::max<int64_t>(0, std::min(range.begin - reached.begin, reached.end - range.end));
       skip[d] = range.begin - reached.begin - crop[d];
       covered->ranges[d] = range;
     }
-    Tensor tile = at::convolution(load_small(engine, small, source, style), own_weight, own_bias, stride,
+    Tensor tile = at::convolution(load_small(engine, small, source, style), tile_weight, tile_bias, stride,
                                   crop, dilation, /*transposed=*/true, output_padding, problem.groups);
     for (const auto d : irange(count)) tile = tile.narrow(2 + d, skip[d], covered->ranges[d].size());
     return tile;
@@ -323,10 +325,10 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
     Region covered;
     const Tensor tile = compute(region, &covered);
     if (!tile.defined() || covered.sizes(1) != region.sizes(1)) {
-      // Coordinates between or behind the kernels' reach.
+      // Coordinates that no kernel reaches.
       const Tensor rest = region.view(big);
-      if (own_bias.has_value()) {
-        rest.copy_(bias_shaped(*own_bias, rest.dim()).expand_as(rest));
+      if (tile_bias.has_value()) {
+        rest.copy_(bias_shaped(*tile_bias, rest.dim()).expand_as(rest));
       } else {
         rest.zero_();
       }
@@ -339,13 +341,13 @@ void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePl
 Tensor tile_weight(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
                    const Tensor& big, const Tensor& small) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kWeight, big.scalar_type());
-  // Kernel positions first in memory, so that those of one tap are a matrix.
+  // Kernel positions come first in memory, so that the values of one tap form a matrix.
   std::vector<int64_t> sizes = values(problem, &ConvDim::kernel);
   std::vector<int64_t> order;
   for (const auto d : irange(sizes.size() + 2)) order.push_back((d + sizes.size()) % (sizes.size() + 2));
   sizes.push_back(problem.small_channels);
   sizes.push_back(problem.big_channels / problem.groups);
-  // One sum a slot, added up in order: the same bits for the same plan.
+  // One sum per slot, added up in order: the same plan gives the same bits.
   std::vector<Tensor> sums;
   for (int64_t slot = 0; slot < plan.in_flight; ++slot) {
     sums.push_back(at::zeros(sizes, big.options().dtype(style.dtype)).permute(order));

@@ -1,4 +1,4 @@
-// What one tile-by-tile pass is made of; conv.cpp puts passes together to operators.
+// The parts of one tile-by-tile pass; conv.cpp composes operators of passes.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -21,7 +21,7 @@ std::vector<int64_t> values(const ConvProblem& problem, int64_t ConvDim::* membe
 
 at::Tensor bias_shaped(const at::Tensor& bias, int64_t dimensions);
 
-// Keeps count of what a pass did; written down when the pass is over.
+// Counts what a pass did; the record is written when the pass is over.
 class PathRecorder {
  public:
   PathRecorder(const ConvProblem& problem, ConvPass pass, const TilePlan& plan, const char* kernel = nullptr);
@@ -39,7 +39,7 @@ struct Route {
   ConvProblem problem;
   ConvPass pass;
   TilePlan plan;
-  bool flipped = false;  // wants flipped_weight in place of the weight
+  bool flipped = false;  // takes flipped_weight() in place of the weight
 };
 Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
                  const TensorFacts& facts);
@@ -58,7 +58,7 @@ struct Lift {
   at::Tensor undo(const at::Tensor& tensor) const;
 };
 
-// (K, C/groups, R, S) to (C, K/groups, R, S) with every kernel turned round: with stride 1 a transposed
+// (K, C/groups, R, S) to (C, K/groups, R, S), with every kernel flipped: with stride 1 a transposed
 // convolution is a convolution with these.
 at::Tensor flipped_weight(const ConvProblem& problem, const at::Tensor& weight);
 

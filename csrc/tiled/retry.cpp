@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kLeastWorkspace = int64_t{64} << 10;
 
-// Whether the error that is being handled is lack of memory: CUDA's allocator has a type for it, the CPU's
-// says so.
+// Whether the exception that is being handled is lack of memory: CUDA's allocator throws a type of its own,
+// the CPU's only a message.
 bool out_of_memory() {
   try {
     throw;
@@ -35,7 +35,7 @@ bool out_of_memory() {
   }
 }
 
-// Cuts a given number of pieces in four, first dimension first; false if every piece is one coordinate wide.
+// Takes four times as many pieces in the first dimension that can be cut further; false if none can.
 bool cut_more(ConvProblem& problem) {
   for (size_t d = 0; d < problem.dims.size(); ++d) {
     const int64_t most = std::max(problem.dims[d].big, problem.dims[d].small);
@@ -56,10 +56,10 @@ void warn_once(const ConvProblem& problem, int64_t limit) {
         << limit << ")";
   } else {
     how << "with " << problem.splits[problem.lifted ? 1 : 0]
-        << " pieces of the first dimension. To have it from "
-        << "the start, raise splits, or leave it None";
+        << " pieces of the first dimension. To set it from the start: raise splits, or leave it None";
   }
-  TORCH_WARN(problem.op, ": out of memory; computed again in more tiles, ", how.str(), ". Said once.");
+  TORCH_WARN(problem.op, ": out of memory; computed again in more tiles, ", how.str(),
+             ". This warning is shown once.");
 }
 
 }  // namespace

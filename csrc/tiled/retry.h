@@ -1,8 +1,8 @@
 // A convolution that runs out of memory is computed again in more tiles.
 //
-// Nothing is changed by a try that failed: its tensors died with it. Only lack of memory is tried again, each
-// time with a quarter of the workspace, or four times the splits where they were given; when no more can be
-// cut the first error is thrown. The first success says once a process what to set.
+// A failed try changes nothing: its tensors are freed. Only lack of memory is tried again, each time with a
+// quarter of the workspace or, if splits were given, four times as many. When nothing more can be cut, the
+// first error is thrown. The first success warns, once per process, and says what to set.
 #pragma once
 
 #include <functional>

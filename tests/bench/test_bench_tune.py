@@ -94,7 +94,7 @@ def test_rules_that_differ_in_one_thing_are_joined() -> None:
 
 
 def taken(p: Point) -> bool:
-    return _C.prefers_own_kernel(
+    return _C.prefers_native_kernel(
         ARCH, pass_=p.pass_, dtype=p.dtype, layout=p.layout, groups=p.groups, sources=p.sources, outputs=p.outputs,
         taps=p.taps, stride=p.stride, places=p.places,
     )  # fmt: skip

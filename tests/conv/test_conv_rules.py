@@ -32,14 +32,14 @@ def as_before() -> Iterator[None]:
 
 
 def taken(**changes: Any) -> bool:
-    return _C.prefers_own_kernel(ARCH, **(QUERY | changes))
+    return _C.prefers_native_kernel(ARCH, **(QUERY | changes))
 
 
 def test_without_a_table_cudnn_computes() -> None:
     assert not _C.has_conv_rules(ARCH) and not taken()
     _C.set_conv_rules(80, [{"native": True}])
     assert not _C.has_conv_rules(ARCH) and not taken()
-    assert _C.prefers_own_kernel(80, **QUERY)
+    assert _C.prefers_native_kernel(80, **QUERY)
 
 
 def test_what_is_left_out_matches_everything() -> None:

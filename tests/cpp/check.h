@@ -1,5 +1,4 @@
-// Thirty lines in place of a test framework: CHECK counts what holds and prints what does not, TEST_MAIN sums
-// up.
+// A small test framework: CHECK and CHECK_EQ count the checks that pass and print those that fail.
 #pragma once
 
 #include <cstdio>

@@ -28,8 +28,8 @@ void test_pieces() {
   }
 }
 
-// Every small range must read exactly the hull of its taps, every big range be read by exactly the hull of
-// its users.
+// Every small range must read exactly the hull of its taps, and every big range must be read by exactly the
+// hull of the small coordinates that use it.
 void test_ranges() {
   for (int64_t big : {1, 5, 8, 11}) {
     for (int64_t kernel : {1, 2, 3, 5}) {
@@ -51,7 +51,8 @@ void test_ranges() {
               for (int64_t p = 0; p < dim.small; ++p) {
                 bool reads = false;
                 for (int64_t r = 0; r < kernel; ++r) reads |= p * stride + r * dilation - before == begin;
-                // The hull may hold positions that step over it; it must miss none that reads it.
+                // The hull may contain small coordinates whose taps step over it, but must miss none that
+                // reads it.
                 if (reads) CHECK(p >= users.begin && p < users.end);
                 if (p < users.begin || p >= users.end) CHECK(!reads);
               }
@@ -132,12 +133,12 @@ void test_reads_only_padding() {
             dim.small = dim.small_size();
             bool expected = false;
             for (int64_t p = 0; p < dim.small; ++p) {
-              bool met = false;
+              bool reads_grid = false;
               for (int64_t r = 0; r < kernel; ++r) {
                 const int64_t i = p * stride + r * dilation - before;
-                met |= i >= 0 && i < big;
+                reads_grid |= i >= 0 && i < big;
               }
-              expected |= !met;
+              expected |= !reads_grid;
             }
             CHECK_EQ(dim.reads_only_padding(), expected);
           }
@@ -158,7 +159,7 @@ bool refused(const ConvRule& rule) {
 
 void test_conv_rules() {
   ConvQuery query{"fprop", "bfloat16", true, 1, 64, 64, 9, 1, 1000};
-  CHECK(!has_conv_rules(90) && !prefers_own_kernel(90, query));
+  CHECK(!has_conv_rules(90) && !prefers_native_kernel(90, query));
   ConvRule wide;
   wide.native = true;
   wide.places = {100, -1};
@@ -167,22 +168,22 @@ void test_conv_rules() {
   narrow.channels_last = false;
   set_conv_rules(90, std::vector<ConvRule>{narrow, wide});
   CHECK(has_conv_rules(90) && !has_conv_rules(80));
-  CHECK(prefers_own_kernel(90, query) && !prefers_own_kernel(80, query));
+  CHECK(prefers_native_kernel(90, query) && !prefers_native_kernel(80, query));
   query.channels_last = false;
-  CHECK(!prefers_own_kernel(90, query));
+  CHECK(!prefers_native_kernel(90, query));
   query = {"wgrad", "tf32", true, 2, 1, 1, 1, 3, 99};
-  CHECK(!prefers_own_kernel(90, query));
+  CHECK(!prefers_native_kernel(90, query));
   query.places = 100;
-  CHECK(prefers_own_kernel(90, query));
+  CHECK(prefers_native_kernel(90, query));
   ConvRule bad = wide;
   bad.taps = {2, 1};
   CHECK(refused(bad));
   bad = wide;
   bad.pass = "forward";
   CHECK(refused(bad));
-  CHECK(prefers_own_kernel(90, query));  // what was in force stays
+  CHECK(prefers_native_kernel(90, query));  // the old rules stay
 
-  // Readers on other threads see the table of before or of after; all of these take the query.
+  // Readers on other threads see the old table or the new one; each of these tables matches the query.
   std::atomic<bool> stop = false, missed = false;
   std::atomic<int> started = 0;
   std::vector<std::thread> readers;
@@ -190,7 +191,7 @@ void test_conv_rules() {
     readers.emplace_back([&] {
       ++started;
       while (!stop) {
-        if (!prefers_own_kernel(90, query)) missed = true;
+        if (!prefers_native_kernel(90, query)) missed = true;
       }
     });
   }
@@ -202,11 +203,11 @@ void test_conv_rules() {
   for (auto& reader : readers) reader.join();
   CHECK(!missed);
   set_conv_rules(90, std::nullopt);
-  CHECK(!has_conv_rules(90) && !prefers_own_kernel(90, query));
+  CHECK(!has_conv_rules(90) && !prefers_native_kernel(90, query));
 }
 
 void test_build_facts() {
-  // Nothing of csrc/cuda/ is compiled in here, so nobody has registered.
+  // Nothing of csrc/cuda/ is compiled in here, so no facts are registered.
   CHECK(!cuda_facts().has_value());
   register_cuda_facts({13000, "8.0"});
   CHECK(cuda_facts().has_value());

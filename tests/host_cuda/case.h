@@ -17,8 +17,8 @@
 
 namespace host_cuda {
 
-// Memory of exactly so many bytes: the sanitizer sees an access beside it. A buffer of which only the end is
-// given is reserved, not filled, so that it may be larger than the machine.
+// Memory of exactly this many bytes, so that the sanitizer sees an access beside it. A buffer of which only
+// the end is given is reserved but not filled, so that it may be larger than the machine's memory.
 class Buffer {
  public:
   Buffer(int64_t bytes, int64_t off, int64_t window) : bytes_(bytes), window_(window) {
@@ -76,8 +76,8 @@ struct Case {
   }
 };
 
-// Memory of exactly `floats`: zeros where not all blocks run, and so not all parts are written; else numbers
-// that show in any sum.
+// Memory of exactly this many floats. They are NaN, so that one that was not written shows in any sum; or
+// zeros if not all blocks run, since then not all parts are written.
 struct Floats {
   Floats(int64_t floats, const Case& c)
       : data(static_cast<float*>(std::malloc(static_cast<size_t>(floats) * 4))) {

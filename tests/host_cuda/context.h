@@ -1,5 +1,5 @@
-// A thread of execution that can be left and taken up again. On x86-64 by hand, since swapcontext() asks the
-// kernel for the signal mask each time, which takes ten times as long as the rest.
+// A thread of execution that can be suspended and resumed. Written by hand for x86-64: swapcontext() sets the
+// kernel's signal mask each time, which takes ten times as long as the rest.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ void switch_context(Context& from, Context& to) asm("host_cuda_switch");
 inline void make_context(Context& to, char* stack, size_t size, void (*main)()) {
   auto* top = reinterpret_cast<void**>((reinterpret_cast<uintptr_t>(stack) + size) & ~uintptr_t{63}) - 8;
   for (int i = 0; i < 8; ++i) top[i] = nullptr;
-  top[6] = reinterpret_cast<void*>(main);  // behind the six registers: where the switch returns to
+  top[6] = reinterpret_cast<void*>(main);  // above the six registers: the address that the switch returns to
   to.stack_pointer = top;
 }
 

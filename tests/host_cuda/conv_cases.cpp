@@ -1,11 +1,11 @@
 // The convolution kernels by name. tests/support/conv_kernels.py writes their cases.
 //
 // Numbers: the pass (0: small grid from the big one, 1: big from small, 2: weight), padding mode, images,
-// groups, channels a group of the big and of the small grid, strict, relu, workspace limit; then for each of
-// three dimensions big, small, kernel, stride, dilation, padding before and after, begin and end of the range
-// that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big channel, 3
-// taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight), scale, bias,
-// residual, bits written.
+// groups, channels per group of the big and of the small grid, strict, relu, workspace limit; then for each
+// of three dimensions big, small, kernel, stride, dilation, padding before and after, begin and end of the
+// range that is written; then strides: big (image, channel, 3 places), small, weight (small channel, big
+// channel, 3 taps). Buffers: big, small, weight, bits of what is read (of the small grid for the weight),
+// scale, bias, residual, bits written.
 #include <vector>
 
 #include "case.h"
@@ -55,7 +55,7 @@ struct Problem {
             {stride(2), stride(3), stride(4)}};
   }
 
-  // Everything but lines.
+  // Everything but the lines.
   ConvSums sums() const {
     const bool to_big = pass() == 1;
     ConvSums call;
@@ -171,7 +171,8 @@ void stem(const Case& c) {
   });
 }
 
-// Nothing is written where the plan does not serve. The bits that others write are the big grid's.
+// Writes nothing if no plan serves the case. Bits of the big grid come in the buffer to which other kernels
+// write theirs.
 void weight(const Case& c) {
   const Problem problem(c);
   ConvProducts call = problem.products();
@@ -183,7 +184,7 @@ void weight(const Case& c) {
   launch_conv_weight(c.type, problem.strict(), plan, call, workspace.data, nullptr);
 }
 
-// Of the small grid, to the bias.
+// Sums over the small grid, written to the bias.
 void channel_sums(const Case& c) {
   const Problem problem(c);
   const ConvProducts products = problem.products();

@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kStack = 64 * 1024;
-constexpr unsigned char kPoison = 0xa7;  // as float and as half a strange number, as an index far outside
+constexpr unsigned char kPoison = 0xa7;  // far out of range as an index, strange as float and half
 constexpr size_t kGuard = 256;
 
 enum class Waits { kNothing, kWarp, kBlock, kDone };
@@ -41,11 +41,11 @@ struct Fiber {
   Context context;
   Place place;
   Waits waits = Waits::kNothing;
-  const void* brought = nullptr;  // to what its warp does together
+  const void* brought = nullptr;  // what it passed to its warp's exchange
   size_t bytes = 0;
   const char* what = "";
   Combine combine = nullptr;
-  const unsigned char* taken = nullptr;  // what all lanes brought, or what was made of it
+  const unsigned char* taken = nullptr;  // what all lanes passed, or what was combined from it
   std::deque<std::vector<Copy>> copies;  // groups that are under way, the newest last
   std::vector<Copy> uncommitted;
   char* stack = nullptr;
@@ -63,8 +63,8 @@ struct Machine {
   std::exception_ptr error;
   std::vector<unsigned char> shared_room;
   unsigned char* shared = nullptr;  // aligned, with a guard on either side
-  std::vector<std::vector<unsigned char>>
-      brought;  // of each warp, when its lanes met last, one after another
+  // Per warp: what its lanes passed to the last exchange, one after another.
+  std::vector<std::vector<unsigned char>> brought;
   int64_t last_blocks = 0;
   std::mt19937 random{20240611};
 
@@ -78,7 +78,7 @@ Machine& machine() {
   return machine;
 }
 
-// The sanitizer is told of every change of stacks.
+// Tells the sanitizer about every switch of stacks.
 void start_switch([[maybe_unused]] void** fake, [[maybe_unused]] const void* bottom,
                   [[maybe_unused]] size_t size) {
 #if defined(__SANITIZE_ADDRESS__)
@@ -157,8 +157,8 @@ bool all_wait(int begin, int end, Waits waits) {
   return true;
 }
 
-// Lets the threads [begin, end) of a warp go on that have all brought a value: each gets all of them. Nobody
-// reads any more what they got the time before.
+// Resumes the threads [begin, end) of a warp, which have all passed a value: each gets the values of all.
+// What they got the time before is no longer read.
 void exchange(int begin, int end) {
   Machine& m = machine();
   const Fiber& first = fiber_at(begin);
@@ -189,7 +189,7 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
   protect(m.shared + bytes, kGuard, true);
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = fiber_at(t);
-    protect(fiber.stack, kStack, false);  // what the frames of the last block left
+    protect(fiber.stack, kStack, false);  // undoes what the last block's frames left
     make_context(fiber.context, fiber.stack, kStack, &fiber_main);
     fiber.place = place;
     fiber.place.thread = t;

@@ -1,6 +1,6 @@
-// Runs kernels on a CPU: every thread of a block is a fiber, which goes on until it meets the others of its
-// warp or block. Blocks run one after another, in shuffled order; shared memory is filled with a pattern
-// before each, so that nothing is read that the block did not write. A thread that waits for one that never
+// Runs kernels on a CPU: every thread of a block is a fiber, which runs until it has to wait for the others
+// of its warp or block. Blocks run one after another, in shuffled order. Shared memory is filled with a
+// pattern before each, to show reads of what the block did not write. A thread that waits for one that never
 // comes is an error.
 #pragma once
 
@@ -20,18 +20,18 @@ const Place& here();  // of the fiber that is running
 void* shared_memory();
 
 void block_barrier();
-// What the lanes of a warp do together: each brings some bytes and gets those of all 32, one after another,
-// until it meets them again. All must be at the same operation, `what`. Where there is a `combine`, it is
-// called once and puts in place of these bytes what the lanes are to get.
+// An exchange between the lanes of a warp: each passes some bytes and gets those of all 32, one after
+// another, which stay valid until the next exchange. All must be at the same operation, `what`. If there is a
+// `combine`, it is called once and replaces these bytes by what the lanes are to get.
 using Combine = void (*)(unsigned char* all);
 const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes,
                                    Combine combine = nullptr);
 
-// Asynchronous copies: nothing is there until the thread has waited for the group. What is beyond `filled` is
+// Asynchronous copies: nothing arrives until the thread has waited for the group. Bytes beyond `filled` are
 // zeros.
 void start_copy(void* to, const void* from, size_t bytes, size_t filled);
 void end_copy_group();
-void finish_copies(size_t pending);  // until at most so many groups are under way
+void finish_copies(size_t pending);  // until at most this many groups are incomplete
 
 // Which blocks run of each launch: all, or the last `count` (of each row), for grids too large to run whole.
 void run_last_blocks_only(int64_t count);  // 0: all

@@ -1,10 +1,10 @@
 // Runs launch functions on given buffers: host_cuda FOLDER reads FOLDER/cases.txt and FOLDER/data, and writes
 // what the buffers hold afterwards to FOLDER/result. tests/cuda/test_kernels.py writes cases and compares.
 //
-// A line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0: all),
-// the count of its numbers and the numbers, the count of its buffers and for each: bytes (-1: a null
-// pointer), by how many bytes it is off an address of 256 bytes, and of how many bytes at its end the
-// contents are given and wanted.
+// Each line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0:
+// all), the count of its numbers and the numbers, the count of its buffers and, for each of them: its bytes
+// (-1: a null pointer), its distance from an address that is a multiple of 256, and how many bytes at its end
+// are given and written back.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -89,7 +89,7 @@ MaxPool pool_of(const Case& c) {
   return pool;
 }
 
-// As above, with whether padding counts in place of the bytes, and the divisor at the end.
+// As above, but with whether padding counts in place of the bytes, and with the divisor at the end.
 AvgPool avg_pool_of(const Case& c) {
   auto pool = shape_of<AvgPool>(c);
   pool.count_padding = c.integer(2) != 0;

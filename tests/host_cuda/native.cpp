@@ -36,29 +36,29 @@ class HostEngine : public ConvEngine {
     return 0;
   }
   TileStyle tile_style(const ConvProblem&, ConvPass, at::ScalarType) const override { return {}; }
-  OwnKernel own_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
-                       at::MemoryFormat format) const override {
-    return choose_own_kernel(problem, pass, dtype, format);
+  NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
+                             at::MemoryFormat format) const override {
+    return choose_native_kernel(problem, pass, dtype, format);
   }
-  bool own_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
-    return own_kernel_writes_bits(problem, pass, target);
+  bool native_bits(const ConvProblem& problem, ConvPass pass, const Tensor& target) const override {
+    return native_kernel_writes_bits(problem, pass, target);
   }
-  void own_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
-                const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
-    run_own_grid(problem, pass, source, bits, weight, epilogue, target);
+  void native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
+                   const Tensor& weight, const Epilogue& epilogue, const Tensor& target) const override {
+    run_native_grid(problem, pass, source, bits, weight, epilogue, target);
   }
-  Tensor own_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
-                    const Tensor& bits) const override {
-    return run_own_weight(problem, big, small, bits);
+  Tensor native_weight(const ConvProblem& problem, const Tensor& big, const Tensor& small,
+                       const Tensor& bits) const override {
+    return run_native_weight(problem, big, small, bits);
   }
-  Tensor own_bias(const Tensor& grad, const Tensor& bits) const override {
-    return run_own_channel_sums(grad, bits);
+  Tensor native_bias(const Tensor& grad, const Tensor& bits) const override {
+    return run_native_channel_sums(grad, bits);
   }
 };
 
 const HostEngine engine;
 
-// The kernels that ran since the last time somebody asked.
+// The kernels that ran since the last call.
 std::string kernels_that_ran() {
   std::string names;
   for (const PathRecord& record : stop_path_log()) {
@@ -111,14 +111,15 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
                              input.options().memory_format(output_format(input, weight)));
   Epilogue epilogue{bias, scale, residual, /*relu=*/true};
   Tensor bits = at::empty({0}, input.options().dtype(at::kByte));
-  if (engine.own_bits(problem, ConvPass::kSmall, y)) {
+  if (engine.native_bits(problem, ConvPass::kSmall, y)) {
     epilogue.bits = bits = at::full({(y.numel() + 7) / 8}, 0xEE, input.options().dtype(at::kByte));
   }
-  engine.own_grid(problem, ConvPass::kSmall, input, Tensor(), weight, epilogue, y);
+  engine.native_grid(problem, ConvPass::kSmall, input, Tensor(), weight, epilogue, y);
   return {y, bits};
 }
 
-// The kernel that a convolution's forward pass would take, "" for none, where a rule says so for `rule`.
+// The kernel that a convolution's forward pass would use ("" for none) if a rule takes this project's kernels
+// for the pass `rule`.
 std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, std::string_view backend,
                    std::string_view rule) {
   const BackendGuard with(backend == "native" ? Backend::kNative
@@ -132,8 +133,8 @@ std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, st
   const ConvParams params =
       check_params(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), "conv2d");
   const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
-  const OwnKernel kernel =
-      engine.own_kernel(problem, ConvPass::kSmall, input.scalar_type(), at::MemoryFormat::Contiguous);
+  const NativeKernel kernel =
+      engine.native_kernel(problem, ConvPass::kSmall, input.scalar_type(), at::MemoryFormat::Contiguous);
   return kernel ? kernel.name : "";
 }
 

@@ -1,4 +1,4 @@
-// Kernels that show the executor at work, and faults that it must find.
+// Kernels that exercise the executor, and faults that it must find.
 #include "selftest.h"
 
 #include "cuda/kernels/arch.cuh"
@@ -30,7 +30,7 @@ __global__ void votes_kernel(const float* x, float* y) {
   y[2] = shuffle_from(mine, 5);
 }
 
-constexpr int kChunk = 32;  // of k, a stage
+constexpr int kChunk = 32;  // of k, per stage
 
 // Rows of a and b that a stage holds.
 template <typename T>

@@ -1,4 +1,4 @@
-// Kernels that show the executor at work, and faults that it must find.
+// Kernels that exercise the executor, and faults that it must find.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace host_cuda {
 // y[b]: the sum of the whole numbers x[96 * b] to x[96 * b + 95].
 void launch_sum(const float* x, float* y, int64_t blocks);
 
-// y[3 t + i], of thread t: ballot of whether x[t] is positive (i = 0), the lanes with the same x (1), and
-// lane 5's x (2).
+// y[3 t + i], for thread t: the ballot of whether x[t] is positive (i = 0), the lanes with the same x (1),
+// and lane 5's x (2).
 void launch_votes(const float* x, float* y);
 
-// c (16 x 8) = a (16 x k) b (k x 8), row-major, by one warp: through shared memory by asynchronous copies in
-// two stages, ldmatrix and mma. Of half precision k is a multiple of 8; float computes in tf32.
+// c (16 x 8) = a (16 x k) b (k x 8), row-major, by one warp: through shared memory, with asynchronous copies
+// in two stages, ldmatrix and mma. k is a multiple of 8 in half precision; float is computed in tf32.
 void launch_product(patchconv::kernels::Type type, const void* a, const void* b, float* c, int k);
 
 enum class Fault {

@@ -1,4 +1,4 @@
-// What device code is made of: where a thread is, how the threads of a warp and of a block meet, the number
+// The building blocks of device code: thread indices, barriers and exchanges of a warp and a block, number
 // formats, and every line of inline PTX. Kernels use these names and no intrinsics of their own, so that the
 // same sources run on a CPU (tests/host_cuda has another file of this name, first on the include path).
 #pragma once
@@ -16,14 +16,14 @@ namespace patchconv::kernels {
 constexpr int kWarp = 32;
 
 // ---------------------------------------------------------------------------------------------------------
-// Where a thread is
+// Indices of threads and blocks
 
 PATCHCONV_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 PATCHCONV_DEVICE int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }
 PATCHCONV_DEVICE int64_t block_x() { return blockIdx.x; }
 PATCHCONV_DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
 
-// The block's shared memory, of the size that the launch asked for.
+// The block's shared memory. The launch sets its size.
 template <typename T>
 PATCHCONV_DEVICE T* shared_memory() {
   extern __shared__ __align__(128) unsigned char raw_shared_memory[];
@@ -31,7 +31,7 @@ PATCHCONV_DEVICE T* shared_memory() {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// How threads meet: all of a warp or of a block, none left out
+// Barriers and exchanges: all threads of the warp or of the block must take part
 
 PATCHCONV_DEVICE void block_barrier() { __syncthreads(); }
 PATCHCONV_DEVICE void warp_barrier() { __syncwarp(); }
@@ -44,13 +44,13 @@ template <typename T>
 PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-// A bit a lane: what it votes; and who brought the same value.
+// One bit per lane: the lanes that vote true; the lanes with the same value.
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) { return __ballot_sync(0xffffffffu, vote); }
 PATCHCONV_DEVICE uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
 
 // ---------------------------------------------------------------------------------------------------------
-// Asynchronous copies to shared memory: 16 bytes, of which those beyond `filled` become zeros. They are under
-// way until the thread has waited for their group, and there for others behind a barrier after that.
+// Asynchronous copies of 16 bytes to shared memory. Bytes beyond `filled` become zeros. A copy is complete
+// when its thread has waited for its group; other threads see it behind a barrier after that.
 
 PATCHCONV_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -62,20 +62,21 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
                : "memory");
 }
 PATCHCONV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most kPending groups are under way.
+// Waits until at most kPending groups are incomplete.
 template <int kPending>
 PATCHCONV_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Products of small matrices by a warp. Lane l holds, of
-//   a (16 x k): rows l / 4 and l / 4 + 8; b (k x 8): column l / 4; c (16 x 8): columns l % 4 * 2 and the
-//   next;
-// and of k the pairs (half precision, k = 16) or numbers (tf32, k = 8) with number l % 4 in each half.
+// Products of small matrices by a warp: c (16 x 8) += a (16 x k) b (k x 8). Lane l holds
+//   of a: rows l / 4 and l / 4 + 8;
+//   of b: column l / 4;
+//   of c: the rows of a, columns l % 4 * 2 and the next;
+// and of k, in each half, the pair (half precision, k = 16) or the number (tf32, k = 8) with index l % 4.
 
-// Four matrices of 8 x 8 halves: lane 8 m + r names row r of matrix m. Each lane gets of each matrix two
-// neighbours of row l / 4; transposed, of column l / 4.
+// Loads four matrices of 8 x 8 halves: lane 8 m + r gives the address of row r of matrix m. Lane l gets, of
+// each matrix, two neighbours of row l / 4 or, transposed, of column l / 4.
 template <bool kTransposed>
 PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   if constexpr (kTransposed) {
@@ -91,7 +92,7 @@ PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   }
 }
 
-// c += a b. The first argument says what the registers hold; float stands for tf32.
+// c += a b. The type of the first argument is that of the numbers in the registers; float stands for tf32.
 #define PATCHCONV_MMA(TYPE, INSTRUCTION)                                                                   \
   PATCHCONV_DEVICE void multiply_matrices(TYPE, float (&c)[4], const uint32_t (&a)[4],                     \
                                           const uint32_t (&b)[2]) {                                        \
@@ -112,7 +113,7 @@ PATCHCONV_DEVICE uint32_t to_tf32(float x) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Number formats. Half precision is bits; arithmetic is in float.
+// Number formats. Half precision is stored as bits; arithmetic is in float.
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
 PATCHCONV_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
@@ -146,7 +147,7 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
   return y;
 }
 
-// Products and sums as they are written: no fused multiply-add, whose one rounding is not stock's two.
+// A product and a sum that are never fused into a multiply-add, which rounds once where stock rounds twice.
 PATCHCONV_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 PATCHCONV_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 

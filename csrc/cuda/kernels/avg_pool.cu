@@ -1,5 +1,5 @@
-// Average pools and their gradients: one read of the input's windows and one write. Nothing is allocated,
-// nothing is shared; sums are in float32, in an order that follows from the shape alone.
+// Average pools and their gradients: one read of the input's windows and one write. Nothing is allocated and
+// no shared memory used. Sums are in float32, in an order that depends on the shape alone.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/pool_places.cuh"
 
@@ -10,7 +10,7 @@ namespace {
 // How many elements of a window count along one dimension.
 struct Counting {
   bool padding;
-  float divisor;  // 0: count
+  float divisor;  // 0: the number of elements
 
   PATCHCONV_DEVICE int along(const Dim& dim, int o, const Window& window) const {
     if (!padding || dim.adaptive) return window.end - window.begin;

@@ -1,13 +1,14 @@
-// Bits of a packed mask (core/mask.h), beside the pieces of elements.cuh: each thread turns its 16 bytes into
-// 4 or 8 bits; 8 or 4 neighbouring lanes merge theirs by shuffles into one word, which the first of them
-// writes. All lanes of a warp take part, also where a tile is incomplete.
+// Bits of a packed mask (core/mask.h), for kernels that read tensors as elements.cuh does. Each thread turns
+// its 16 bytes into 4 or 8 bits; 8 or 4 neighbouring lanes merge theirs by shuffles into one word, which the
+// first of them writes. All lanes of a warp take part, also where a tile is incomplete.
 #pragma once
 
 #include "cuda/kernels/elements.cuh"
 
 namespace patchconv::kernels {
 
-// Writes the bits of a piece, element `begin` first, as part of the word of its lane's neighbours.
+// Writes the bits of a piece, whose first element is `begin`, as part of the word that neighbouring lanes
+// share.
 template <int kCount>
 PATCHCONV_DEVICE void store_bits(uint8_t* bits, uint32_t mine, int64_t begin, int64_t count) {
   constexpr int kLanes = 32 / kCount;

@@ -1,6 +1,6 @@
 // Convolutions on the device: sums over taps (core/conv_lines.h) in up to three dimensions, and the weight's
-// gradient. What a convolution of fewer dimensions lacks in front is of size one. No kernel allocates;
-// tensors may have any strides. Half precision and float32 are summed in float32, float64 in float64.
+// gradient. A convolution of fewer dimensions has leading ones of size one. No kernel allocates; tensors may
+// have any strides. Half precision and float32 are summed in float32, float64 in float64.
 #pragma once
 
 #include <array>
@@ -17,11 +17,12 @@ struct ConvTensor {
   int64_t image = 0;
   int64_t channel = 0;
   int64_t place[3] = {0, 0, 0};  // depth, row, column
-  // Of the tensor's memory, a bit an element (core/mask.h): what is marked 0 counts as zero. May be null.
+  // One bit per element of the tensor's memory (core/mask.h): an element whose bit is 0 counts as zero. May
+  // be null.
   const uint8_t* bits = nullptr;
 };
 
-// A weight by its strides: number `output` of its group, from channel `source` of its group.
+// A weight by its strides, in elements. `output` and `source` are channels within a group.
 struct ConvWeight {
   const void* data = nullptr;
   int64_t group = 0;
@@ -30,24 +31,24 @@ struct ConvWeight {
   int64_t tap[3] = {0, 0, 0};
 };
 
-// What becomes of a sum: times a factor, plus bias, plus residual, negative ones to zero; each only where it
-// is asked for, in float32 (float64 for float64), rounded once.
+// What is applied to a sum: times scale, plus bias, plus residual, then ReLU, each only if asked for.
+// Computed in float32 (float64 for float64) and rounded once.
 struct ConvEpilogue {
-  const void* scale = nullptr;     // a number a channel, float32 (float64 for float64)
-  const void* bias = nullptr;      // a number a channel, of the tensors' type
-  const void* residual = nullptr;  // of the result's strides
+  const void* scale = nullptr;     // one per channel, float32 (float64 for float64)
+  const void* bias = nullptr;      // one per channel, of the tensors' type
+  const void* residual = nullptr;  // with the strides of the result
   bool relu = false;
-  uint8_t* bits = nullptr;  // of the result's memory, which elements ReLU let pass; see conv_writes_bits()
+  uint8_t* bits = nullptr;  // in the result's memory order: what ReLU passes; see conv_writes_bits()
 };
 
-// target = sums over the taps of three lines and the channels of a group. A channel of the target is
-// group * outputs + output, one of the source group * sources + source.
+// target = sums over the taps of three lines and the channels of a group. Channels of the target are numbered
+// group * outputs + output, those of the source group * sources + source.
 struct ConvSums {
   ConvLine lines[3];
   PaddingMode mode = PaddingMode::kZeros;  // of the source
   int64_t images = 0;
   int groups = 1;
-  int sources = 0;  // channels a group
+  int sources = 0;  // channels per group
   int outputs = 0;
   ConvTensor source;
   ConvWeight weight;
@@ -55,30 +56,32 @@ struct ConvSums {
   ConvEpilogue epilogue;
 };
 
-// The gradient of a source that was padded with its own values: each element gathers from every place where
-// padding showed it. `lines` of ConvSums are not read; the source is the small grid, the target the big one.
+// The gradient of a source that was padded with its own values: each element gathers from every position
+// where padding repeats it. The `lines` of ConvSums are not read; the source is the small grid, the target
+// the big one.
 struct ConvGather {
   ConvDim dims[3];
   PaddingMode mode = PaddingMode::kReflect;
   ConvSums sums;
 };
 
-// The weight's gradient: weight[output, source, tap] = sum over images and places of small * big, where lines
-// are those of small_line().
+// The weight's gradient: weight[output, source, tap] = sum over images and positions of small * big. The
+// lines are those of small_line().
 struct ConvProducts {
   ConvLine lines[3];
   PaddingMode mode = PaddingMode::kZeros;  // of the big grid
   int64_t images = 0;
   int groups = 1;
-  int sources = 0;  // channels of the big grid a group
-  int outputs = 0;  // of the small one
+  int sources = 0;  // channels per group of the big grid
+  int outputs = 0;  // channels per group of the small one
   ConvTensor big;
   ConvTensor small;
   ConvWeight weight;  // written
 };
 
 // ---------------------------------------------------------------------------------------------------------
-// Plain kernels: one thread a result, any argument. The oracle on the device and what serves the rest.
+// Plain kernels: one thread per result, any arguments. The reference on the device, and used where no other
+// kernel serves.
 
 void launch_conv_plain(Type type, const ConvSums& call, Stream stream);
 void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream);
@@ -86,9 +89,11 @@ void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream
 
 // ---------------------------------------------------------------------------------------------------------
 // The halo kernel: a tile of the source with its halo lies in shared memory for all taps of a group of rows;
-// products by tensor cores. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
+// products by tensor cores. Types kHalf, kBFloat16 and kFloat. A float32 product takes three tf32 products if
+// `strict`, else one.
 
-// How a launch is cut, from whole lines, so that pieces of a line are summed in the same order.
+// How a launch is cut into tiles. Made for whole lines, so that pieces of a line are summed in the same
+// order.
 struct ConvTilePlan {
   int columns_log2 = 5;  // of a tile of 256 outputs
   int tap_rows = 1;      // rows of taps that a halo tile serves
@@ -104,8 +109,8 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
 
 bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call);
 
-// Whether that kernel can read the weight where it lies; else a copy is made for it: (group, tap, output,
-// source), sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
+// Whether that kernel can read the weight as it is stored. If not, it needs a copy, (group, tap, output,
+// source) with the sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
 bool conv_reads_weight(Type type, const ConvSums& call);
 int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel);
 // Writes the copy and returns how it is read.
@@ -114,38 +119,40 @@ ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<in
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
 
-// Whether kernels can write the epilogue's bits to a dense target: bytes of them must belong to one thread.
-// The depthwise one's threads take channels of several groups.
+// Whether kernels can write the epilogue's bits to a dense target: each byte of them must belong to one
+// thread. A thread of the depthwise kernel takes channels of several groups.
 bool conv_writes_bits(const ConvSums& call, bool depthwise);
 
 // ---------------------------------------------------------------------------------------------------------
-// The weight's gradient by tensor cores: parts of the images a block, put together in order, so that the same
-// plan gives the same bits. Types kHalf, kBFloat16 and kFloat: `strict` in three tf32 products, else in one.
+// The weight's gradient by tensor cores. Each block sums a part of the images; the parts are added in order,
+// so that the same plan gives the same bits. Types kHalf, kBFloat16 and kFloat. A float32 product takes three
+// tf32 products if `strict`, else one.
 
-// How a launch is cut. A block takes 64 channels of either grid, up to three neighbours in a row of taps and
-// a part of the segments: 32 places of the small grid, in rows of a power of two. The columns of the big grid
-// that a row of places needs are runs, `step` apart, in which each tap finds its columns one after another.
+// How a launch is cut. A block takes 64 channels of either grid, up to three neighbouring taps of a row, and
+// a part of the segments. A segment is 32 positions of the small grid, in rows whose length is a power of
+// two. The columns of the big grid that such a row reads form runs of columns `step` apart; within a run,
+// each tap reads consecutive columns.
 struct ConvWeightPlan {
   int parts = 0;          // 0: not served
   int64_t workspace = 0;  // floats
-  int columns_log2 = 5;   // of a row of places
-  int taps = 1;           // of a block
-  int tap_groups = 1;     // blocks a row of taps
+  int columns_log2 = 5;   // of a row of a segment
+  int taps = 1;           // per block
+  int tap_groups = 1;     // blocks per row of taps
   int runs = 1;
-  int run_first[3] = {0, 0, 0};  // column, from where the row of places meets the block's first tap
-  int run_begin[3] = {0, 0, 0};  // its number among the columns of all runs
+  int run_first[3] = {0, 0, 0};  // its first column, from the first one that the block's first tap reads
+  int run_begin[3] = {0, 0, 0};  // the index of that column among the columns of all runs
   int run_columns = 0;           // of all runs
-  int tap_begin[3] = {0, 0, 0};  // number of the column that a tap meets first
+  int tap_begin[3] = {0, 0, 0};  // the index of the first column that a tap reads
 };
-// `workspace_limit` in bytes; one part is taken in any case. Depends on types, sizes and limits alone, not on
-// strides and addresses.
+// `workspace_limit` is in bytes; one part is used in any case. Depends on types, sizes and limits alone, not
+// on strides and addresses.
 ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
                                 int64_t workspace_limit);
 void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
                         float* workspace, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
-// Sums of a tensor's channels over images and places: the bias's gradient, of the tensor's type.
+// Sums over the images and positions of a tensor, per channel: the bias's gradient, in the tensor's type.
 struct ConvChannelSums {
   int64_t images = 0;
   int64_t sizes[3] = {1, 1, 1};
@@ -158,18 +165,18 @@ int64_t conv_channel_sums_workspace(Type type, const ConvChannelSums& call);
 void launch_conv_channel_sums(Type type, const ConvChannelSums& call, float* workspace, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
-// Depthwise: one source channel a group.
+// Depthwise: one source channel per group.
 
 bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
 void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
-// Its weight's gradient; workspace in floats, within `limit` bytes unless one part alone takes more; -1 where
-// it is not served. Both depend on sizes alone, not on strides and addresses.
+// Its weight's gradient. The workspace is in floats and within `limit` bytes, unless a single part takes
+// more; -1 if not served. Both depend on sizes alone, not on strides and addresses.
 int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit);
 void launch_conv_depthwise_weight(Type type, const ConvProducts& call, int64_t limit, float* workspace,
                                   Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
-// First layers: up to 4 source channels, one group, the taps of a row of the kernel as one inner dimension.
+// First layers: up to 4 source channels, one group. The taps of a kernel row form one inner dimension.
 
 bool conv_stem_serves(Type type, const ConvSums& call, int shared_limit);
 int64_t conv_stem_packed_elements(Type type, const ConvSums& call);

@@ -1,7 +1,8 @@
-// Sums of a tensor's channels over images and places, for any strides: one read. A thread takes items of
-// neighbouring elements, 16 bytes where they lie so: channels of one place, or places of one channel. Few of
-// them are summed in float32, those sums in float64, in an order that sizes and strides decide; a second
-// kernel adds up what blocks leave in the workspace and rounds once. Nothing is allocated.
+// Sums over the images and positions of a tensor, per channel, for any strides: one read. A thread takes
+// items of neighbouring elements, 16 bytes where they are contiguous: channels of one position, or positions
+// of one channel. A few of them are summed in float32, those sums in float64, in an order that depends on
+// sizes and strides. A second kernel adds up what blocks leave in the workspace and rounds once. Nothing is
+// allocated.
 #include <algorithm>
 
 #include "cuda/kernels/conv_values.cuh"
@@ -13,23 +14,23 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 3;  // items that a thread loads at a time
-constexpr int kFew = 4;     // such times, summed in float32
+constexpr int kFew = 4;     // rounds of such loads that are summed in float32
 constexpr int64_t kBlocks = 1024;
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The items of a channel, or of neighbouring ones, counted by four digits: image, depth, row, column.
+// The items of a channel, or of neighbouring ones, numbered by four digits: image, depth, row, column.
 struct Items {
   int64_t sizes[4], strides[4];
-  int64_t element = 1;  // between elements of an item
-  int64_t length = 0;   // elements of a row of items, where they are not channels
+  int64_t element = 1;  // stride between the elements of an item
+  int64_t length = 0;   // elements of a row of items, unless items are channels
   int64_t count = 0;
   int64_t parts = 1;
   int across = 1;  // threads side by side along the channels
   bool aligned = false;
 };
 
-// An item by its digits.
+// An item, by its digits.
 struct ItemAt {
   int64_t digits[4];
 
@@ -41,7 +42,7 @@ struct ItemAt {
     }
     digits[0] = number;
   }
-  // So many later as `step` is from the first.
+  // Moves on by as many items as `step` is from the first.
   PATCHCONV_DEVICE void advance(const Items& items, const ItemAt& step) {
 #pragma unroll
     for (int d = 3; d >= 0; --d) digits[d] += step.digits[d];
@@ -60,7 +61,7 @@ struct ItemAt {
   }
 };
 
-// An item as it counts: zeros past `filled` elements.
+// Loads an item, with zeros past `filled` elements and for elements whose bit is 0.
 template <typename T>
 PATCHCONV_DEVICE Vec<T, 16 / sizeof(T)> load_item(const ConvTensor& tensor, const Items& items,
                                                   int64_t offset, int64_t filled) {
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int i = 0; i < kValues; ++i) sums[i] += few[i];
   }
 
-  // The block's sums by halves.
+  // Adds up the block's sums by halves.
   double* const room = shared_memory<double>();
   for (int half = down / 2; half > 0; half /= 2) {
     const bool gives = row >= half && row < 2 * half;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A channel a warp.
+// One warp per channel.
 // Budget: 40 registers, 0 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -166,7 +167,7 @@ bool channels_together(const ConvChannelSums& call) {
   return call.source.channel == 1 && call.source.place[2] != 1;
 }
 
-// What does not depend on the address.
+// Everything that does not depend on the address.
 template <typename T>
 Items items_of(const ConvChannelSums& call) {
   constexpr int kCount = 16 / sizeof(T);
@@ -179,7 +180,7 @@ Items items_of(const ConvChannelSums& call) {
     while (items.across < kWarp && items.across < pieces) items.across *= 2;
     blocks = divided_up(pieces, items.across);
   } else {
-    // Rows that follow each other are one.
+    // Contiguous rows count as one.
     for (int d = 2; d >= 1 && items.strides[d] == items.sizes[3] * items.strides[3]; --d) {
       items.sizes[3] *= items.sizes[d];
       items.sizes[d] = 1;

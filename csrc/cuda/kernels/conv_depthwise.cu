@@ -1,6 +1,6 @@
-// Depthwise convolutions: one source channel a group, whose taps' values a block reads once from a tile in
-// shared memory. Both ways of a convolution, any stride, dilation, padding mode and layout; nothing is
-// allocated. Sums are float32, rounded once.
+// Depthwise convolutions, with one source channel per group. A block copies a tile of the source to shared
+// memory and reads the values for all taps there. Serves both directions of a convolution, and any stride,
+// dilation, padding mode and layout. Nothing is allocated. Sums are float32, rounded once.
 #include "cuda/kernels/conv_depthwise.cuh"
 #include "cuda/kernels/launch.cuh"
 
@@ -8,18 +8,18 @@ namespace patchconv::kernels {
 
 namespace {
 
-// A thread makes outputs of some channels, in rows below each other.
+// A thread computes outputs of some channels, in rows below each other.
 template <typename T, bool kTogether>
 constexpr int kCount = kTogether ? kPiece<T> : 1;
 template <bool kTogether>
 constexpr int kRows = kTogether ? 4 : 8;
 
-constexpr int64_t kSharedWanted = 48 * 1024;  // so that several blocks fit
+constexpr int64_t kSharedWanted = 48 * 1024;  // so that several blocks fit on a multiprocessor
 
 struct Tile {
   HaloTile halo;
   int columns_log2 = 0, groups_log2 = 0;  // groups of rows
-  bool whole = false;                     // results are written by pieces of 16 bytes
+  bool whole = false;                     // results are written in pieces of 16 bytes
   int weights = 0;                        // floats, in front of the halo tile
   int shared_bytes = 0;
 
@@ -34,13 +34,14 @@ struct Tile {
   constexpr int columns() const { return 1 << columns_log2; }
 };
 
-// What a block does: its first channel, image and plane, and the number of its tile along rows and columns.
+// What a block computes: its first channel, image and plane, and the number of its tile along rows and
+// columns.
 struct Work {
   int channel;
   uint32_t image, plane, row, column;
 };
 
-// By a block's number: neighbours in memory follow each other.
+// From the block's number: blocks that follow each other are neighbours in memory.
 template <bool kTogether>
 PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tile& tile) {
   auto rest = static_cast<uint32_t>(block_x());
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
   for (int t = 0; t < (y.taps > 0 && x.taps > 0 ? z.taps : 0); ++t) {
     const int64_t iz = source_index(call.mode, z.coordinate(work.plane, t), z.source);
     if (iz < 0) continue;
-    block_barrier();  // the last plane's values have been used
+    block_barrier();  // the values of the last plane have been used
     const HaloPlace place{work.image * call.source.image + iz * call.source.place[0],
                           y.coordinate(first_row(), 0), x.coordinate(first_column(), 0)};
     load_tile<T, kTogether>(values, halo, place, call.source, call.mode, y, x, work.channel, channels,
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
       }
     }
     if (epilogue.bits == nullptr) continue;
-    // A byte: eight neighbours, of one thread, two or eight.
+    // A byte of bits: eight neighbours, held by one, two or eight threads.
     if (kMine == 4) bits |= shuffle_xor(bits, 1) << 4;
     if (kMine == 1) bits = ballot_of(bits != 0) >> lane_index();
     if (inside && thread_index() % (8 / kMine) == 0) epilogue.bits[offset / 8] = static_cast<uint8_t>(bits);
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
 }
 
 // Threads take pieces of channels, columns and groups of rows, a power of two of each: as many as there are,
-// and fewer where their tile would not leave room for other blocks.
+// or fewer if their tile would leave no room for other blocks.
 template <typename T, bool kTogether>
 Tile plan(const ConvSums& call, bool whole) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
@@ -240,7 +241,7 @@ bool together(const ConvSums& call) {
   return call.target.channel == 1 && int64_t{call.groups} * call.outputs > 1;
 }
 
-// Calls use(T(), whether channels lie together).
+// Calls use(T(), whether channels are contiguous).
 template <typename Use>
 void with_kernel(Type type, const ConvSums& call, Use use) {
   with_type(type, [&](auto t) {

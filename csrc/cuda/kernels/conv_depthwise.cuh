@@ -10,17 +10,17 @@ namespace patchconv::kernels {
 
 constexpr int kDepthwiseThreads = 256;
 
-// What some outputs that follow each other read along one dimension: one stretch of coordinates or, where the
-// taps lie farther apart than the outputs reach, a stretch a tap.
+// The coordinates that consecutive outputs read along one dimension: one stretch or, if taps are farther
+// apart than the outputs reach, one stretch per tap.
 struct Reach {
-  int length = 0;    // of all stretches
+  int length = 0;    // over all stretches
   int stretch = 0;   // of one
   int64_t jump = 0;  // in coordinates, from one to the next
   int tap = 0;       // from one tap to the next, within `length`
 };
 
 inline Reach reach_of(const ConvLine& line, int outputs, int taps, bool may_split) {
-  constexpr int64_t kMost = 1 << 20;  // no tile is as long
+  constexpr int64_t kMost = 1 << 20;  // longer than any tile
   const int64_t one = std::min((outputs - 1) * line.step + 1, kMost);
   if (taps <= 1) return {static_cast<int>(one), static_cast<int>(one), 0, 0};
   const bool split = may_split && line.distance > one;
@@ -29,8 +29,8 @@ inline Reach reach_of(const ConvLine& line, int outputs, int taps, bool may_spli
           static_cast<int>(split ? one : std::min(line.distance, kMost))};
 }
 
-// The coordinate whose value stands at place `i` of a reach from `first` on; -1 where that is zero. Nobody
-// asks for what lies outside the line's coordinates.
+// The coordinate of the value at index `i` of a reach that begins at `first`; -1 where that is zero. `i` is
+// never outside the line's coordinates.
 PATCHCONV_DEVICE int64_t source_at(PaddingMode mode, const ConvLine& line, const Reach& reach, int64_t first,
                                    int i) {
   const int number = i < reach.stretch ? 0 : i / reach.stretch;
@@ -38,19 +38,19 @@ PATCHCONV_DEVICE int64_t source_at(PaddingMode mode, const ConvLine& line, const
   return at < line.first || at > line.last() ? -1 : source_index(mode, at, line.source);
 }
 
-// A tile in shared memory: [row][column][channel] where channels lie together, else [channel][row][column].
+// A tile in shared memory: [row][column][channel] if channels are contiguous, else [channel][row][column].
 struct HaloTile {
   int channels_log2 = 0;
   Reach rows, columns;
   int width = 0;        // of a row, in columns
-  int across_log2 = 0;  // threads that read a row, where columns lie together
-  bool whole = false;   // read by pieces of 16 bytes
+  int across_log2 = 0;  // threads that read a row, if columns are contiguous
+  bool whole = false;   // read in pieces of 16 bytes
 
   constexpr int channels() const { return 1 << channels_log2; }
   constexpr int64_t elements() const { return (int64_t{rows.length} * width) << channels_log2; }
 };
 
-// Powers of two.
+// The exponent of the smallest power of two that is at least `count`.
 constexpr int log2_up(int64_t count) {
   int result = 0;
   while ((int64_t{1} << result) < count) ++result;
@@ -83,7 +83,7 @@ HaloTile halo_tile(bool channels_together, int channels_log2, const ConvLine& y,
   tile.rows = reach_of(y, rows, row_taps, true);
   tile.columns = reach_of(x, columns, x.taps, channels_together);
   tile.width = tile.columns.length;
-  // The first piece of a row begins before the first column.
+  // The first piece of a row may begin before the first column.
   if (!channels_together) tile.width = (tile.width + 2 * kPiece<T> - 2) / kPiece<T> * kPiece<T>;
   tile.across_log2 = std::min(5, log2_up(whole ? tile.width / kPiece<T> : tile.width));
   tile.whole = whole;
@@ -95,13 +95,13 @@ struct HaloPlace {
   int64_t plane = 0, row = 0, column = 0;
 };
 
-// Columns of the tile before the first one: the tile begins at a multiple of a piece.
+// Columns of the tile before the first one that is needed: the tile begins at a multiple of a piece.
 template <typename T, bool kTogether>
 PATCHCONV_DEVICE int columns_before(const HaloTile& tile, int64_t column) {
   return kTogether || !tile.whole ? 0 : static_cast<int>(column & (kPiece<T> - 1));
 }
 
-// Zero where the offset is negative.
+// Writes zero if the offset is negative or the bit is 0.
 template <typename T>
 PATCHCONV_DEVICE void put_element(T* to, const ConvTensor& source, int64_t offset) {
   const bool zero = offset < 0 || (source.bits != nullptr && !bit_at(source.bits, offset));
@@ -126,8 +126,9 @@ PATCHCONV_DEVICE void put_piece(T* to, const ConvTensor& source, int64_t offset)
   store_whole(to, piece);
 }
 
-// Reads a tile: for channel `channel` + i that which stands for it in the source, whose channels serve
-// `outputs` each. Channels from `channels` on are left out. Copies may be under way.
+// Loads a tile. Its channel i takes the source channel that serves channel `channel` + i, where each source
+// channel serves `outputs` of them. Channels from `channels` on are left out. Copies may still be incomplete
+// on return.
 template <typename T, bool kTogether>
 PATCHCONV_DEVICE void load_tile(T* to, const HaloTile& tile, const HaloPlace& place, const ConvTensor& source,
                                 PaddingMode mode, const ConvLine& y, const ConvLine& x, int channel,
@@ -185,8 +186,8 @@ PATCHCONV_DEVICE void load_values(float (&to)[kCount], const T* from) {
   for (int i = 0; i < kCount; ++i) to[i] = to_float(values.at[i]);
 }
 
-// sums[a] += factors[b * factor_step] * values[a * step + b * along] over b. Where a and b step alike
-// (kSlides) each value is read once.
+// Adds to sums[a] the sum over b of factors[b * factor_step] * values[a * step + b * along]. If a and b have
+// equal steps (kSlides), each value is read once.
 template <bool kSlides, int kSums, int kCount, typename T, typename F>
 PATCHCONV_DEVICE void sweep_by(float (&sums)[kSums][kCount], const T* values, int step, int along,
                                const F* factors, int factor_step, int count) {

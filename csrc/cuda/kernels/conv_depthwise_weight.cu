@@ -1,6 +1,6 @@
-// The weight's gradient of depthwise convolutions. A block sums products over parts of the places, from tiles
-// of both grids in shared memory, in float32; the parts are added up in float64, in a fixed order, and
-// rounded once. The workspace is the caller's.
+// The weight's gradient of depthwise convolutions. A block sums products over a part of the positions, from
+// tiles of both grids in shared memory, in float32. The parts are added up in float64, in a fixed order, and
+// rounded once. The caller provides the workspace.
 #include "cuda/kernels/conv_depthwise.cuh"
 #include "cuda/kernels/launch.cuh"
 
@@ -8,17 +8,17 @@ namespace patchconv::kernels {
 
 namespace {
 
-// A warp takes some taps below each other; its lanes some channels, and columns.
+// A warp takes some taps below each other; its lanes take some channels and columns.
 template <typename T, bool kTogether>
 constexpr int kCount = kTogether ? kPiece<T> : 1;
 constexpr int kTaps = 4;
 constexpr int kWarpLog2 = log2_up(kWarp);
 constexpr int kMostWarps = kDepthwiseThreads / kWarp;
 
-constexpr int64_t kSharedWanted = 48 * 1024;  // so that several blocks fit
+constexpr int64_t kSharedWanted = 48 * 1024;  // so that several blocks fit on a multiprocessor
 constexpr int64_t kShared = 99 * 1024;
 constexpr int64_t kBlocksWanted = 512;
-constexpr int64_t kMostTiles = 32;  // of a part
+constexpr int64_t kMostTiles = 32;  // per part
 
 struct Tile {
   HaloTile big, small;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
     const HaloPlace big_place{image * call.big.image + iz * call.big.place[0], y.coordinate(q, 0),
                               x.coordinate(p, 0)};
     const HaloPlace small_place{image * call.small.image + plane * call.small.place[0], q, p};
-    block_barrier();  // the last tile's values have been used
+    block_barrier();  // the values of the last tile have been used
     load_tile<T, kTogether>(bigs, big, big_place, call.big, call.mode, y, x, channel, channels, call.outputs,
                             threads);
     load_tile<T, kTogether>(smalls, small, small_place, call.small, PaddingMode::kZeros, grid_of(y),
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
           small_corner, small_row, rows);
   }
 
-  // Over the columns, which are a power of two of lanes.
+  // Adds up the columns, which a power of two of lanes holds.
   const int distance = kTogether ? 1 << tile.pieces_log2() : 1;
 #pragma unroll
   for (int a = 0; a < kTaps; ++a) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
   }
 }
 
-// Parts [channel][tap][part]: of each channel and tap the sum, a warp each.
+// Adds up the parts [channel][tap][part], one warp per channel and tap.
 // Budget: 48 registers, 0 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kDepthwiseThreads)
@@ -180,7 +180,7 @@ Tile plan(const ConvProducts& call, bool big_whole, bool small_whole, int64_t li
   return tile;
 }
 
-// Calls use(T(), whether channels lie together).
+// Calls use(T(), whether channels are contiguous).
 template <typename Use>
 void with_kernel(Type type, const ConvProducts& call, Use use) {
   with_type(type, [&](auto t) {
@@ -195,7 +195,7 @@ void with_kernel(Type type, const ConvProducts& call, Use use) {
 
 int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit) {
   if (type == Type::kDouble || call.sources != 1) return -1;
-  int64_t parts = 0;  // the most of any layout, in pieces or not
+  int64_t parts = 0;  // the most over all layouts, in pieces or not
   bool fits = true;
   with_type(type, [&](auto t) {
     using T = decltype(t);

@@ -1,6 +1,6 @@
-// A tile of the source and its halo in shared memory: 64 bytes of channels a place, in four pieces of 16
-// bytes. Which piece lies where is turned by the place, so that 8 neighbours' pieces of one number, which a
-// matrix load reads at once, lie in different banks.
+// A tile of the source and its halo in shared memory: 64 bytes of channels per position, in four pieces of 16
+// bytes. The order of the pieces depends on the position, so that the same piece of 8 neighbours, which one
+// matrix load reads, lies in different banks.
 #pragma once
 
 #include "cuda/kernels/conv_values.cuh"
@@ -14,7 +14,7 @@ constexpr int kPieceOf = 16 / sizeof(T);  // channels
 template <typename T>
 constexpr int kChunkOf = kChunkPieces * kPieceOf<T>;
 
-// Bytes from the tile's beginning.
+// Offset of a piece in bytes, from the tile's beginning.
 PATCHCONV_DEVICE int piece_at(int place, int piece) {
   return place * kChunkBytes + ((piece ^ (place >> 1 & 3)) << 4);
 }
@@ -22,18 +22,18 @@ PATCHCONV_DEVICE int piece_at(int place, int piece) {
 // Where a tile lies in the source.
 struct Halo {
   int64_t base = 0;         // offset of its image, slice and first channel
-  int channels = 0;         // from there on in the group; none where the slice is padding
+  int channels = 0;         // of the group from there on; none if the slice is padding
   int row = 0, column = 0;  // coordinates of its first place
 };
 
 PATCHCONV_DEVICE int last_of(const ConvLine& line) { return static_cast<int>(line.last()); }
 
-// The coordinate that a value comes from; negative for zero.
+// The coordinate that a value comes from; negative if it is zero.
 PATCHCONV_DEVICE int source_of(PaddingMode mode, const ConvLine& line, int coordinate) {
   return coordinate > last_of(line) ? -1 : source_index(mode, coordinate, static_cast<int>(line.source));
 }
 
-// Offset of a place's channel `channel` from the halo's base on, negative for zeros.
+// Offset of a position's channel `channel`, counted from the halo's base; negative for zeros.
 PATCHCONV_DEVICE int64_t halo_offset(const ConvSums& call, const Halo& halo, int y, int x, int channel) {
   const int iy = source_of(call.mode, call.lines[1], halo.row + y);
   const int ix = source_of(call.mode, call.lines[2], halo.column + x);
@@ -41,7 +41,7 @@ PATCHCONV_DEVICE int64_t halo_offset(const ConvSums& call, const Halo& halo, int
   return halo.base + iy * call.source.place[1] + ix * call.source.place[2] + channel * call.source.channel;
 }
 
-// A piece by its elements, as they count.
+// Loads a piece element by element, with zeros for elements whose bit is 0.
 template <typename T>
 PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, int64_t offset, int channels) {
   Vec<T, kPieceOf<T>> piece;
@@ -54,7 +54,7 @@ PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, in
   return piece;
 }
 
-// Zeros in a piece of channels that lie together, where their bits say so.
+// Zeros the elements whose bit is 0, in a piece of contiguous channels.
 template <typename T>
 PATCHCONV_DEVICE void mask_piece(void* shared, const uint8_t* bits, int64_t offset) {
   auto piece = load_whole<Vec<T, kPieceOf<T>>>(shared);

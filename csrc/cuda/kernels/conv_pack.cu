@@ -1,5 +1,6 @@
-// A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources a
-// tap, rows padded with zeros to 16 bytes. The one transient tensor of that kernel, of the weight's size.
+// A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources per
+// tap, its rows padded with zeros to 16 bytes. The only transient tensor of that kernel, of the weight's
+// size.
 #include "cuda/kernels/conv_values.cuh"
 #include "cuda/kernels/launch.cuh"
 

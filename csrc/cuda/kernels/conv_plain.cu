@@ -1,7 +1,7 @@
-// Convolutions one thread a result: any kernel, stride, dilation, groups, padding mode, type and layout.
-// Nothing is allocated and nothing held; neighbours read the same values again, from the caches. Sums over
-// the taps of a channel are made in float32 and put together with the lost bits kept (Kahan), gradients of
-// the weight in float64: this is the oracle for kernels that are fast.
+// Convolutions with one thread per result: any kernel, stride, dilation, groups, padding mode, type and
+// layout. Nothing is allocated and shared memory holds no tile: neighbours read the same values again, from
+// the caches. Sums over the taps of a channel are made in float32 and combined by Kahan's method, gradients
+// of the weight in float64: this is the reference for the fast kernels.
 #include "cuda/kernels/conv_values.cuh"
 #include "cuda/kernels/launch.cuh"
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A sum that keeps what additions lose.
+// A sum that keeps what additions lose (Kahan's method).
 template <typename S>
 struct Kahan {
   S sum = 0, lost = 0;
@@ -19,7 +19,7 @@ struct Kahan {
   PATCHCONV_DEVICE void operator+=(S part) {
     const S more = part - lost;
     const S next = sum + more;
-    lost = next - next == 0 ? (next - sum) - more : 0;  // of infinities nothing is lost
+    lost = next - next == 0 ? (next - sum) - more : 0;  // infinities lose nothing
     sum = next;
   }
 };
@@ -27,11 +27,12 @@ struct Kahan {
 // A result's place.
 struct Place {
   int64_t image;
-  int channel;  // of all
+  int channel;  // over all groups
   int64_t at[3];
 };
 
-// Number `index` of images x channels x counts: neighbours in memory follow each other.
+// The place of result `index` of images x channels x counts. Results that follow each other are neighbours in
+// memory.
 PATCHCONV_DEVICE Place place_of(int64_t index, int channels, bool channels_together,
                                 const int64_t (&counts)[3]) {
   Place place;
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(kThreads, 2) conv_plain_kernel(ConvSums call, 
   store<T>(call, place, at, sum.sum);
 }
 
-// Where padding shows the value of coordinate i: calls use(coordinate in the padded grid), i itself included.
+// Calls use(coordinate in the padded grid) wherever padding repeats the value of coordinate i, and for i
+// itself.
 template <typename Use>
 PATCHCONV_DEVICE void each_showing(PaddingMode mode, const ConvDim& dim, int64_t i, Use use) {
   if (mode == PaddingMode::kReplicate) {
@@ -123,7 +125,7 @@ PATCHCONV_DEVICE void each_showing(PaddingMode mode, const ConvDim& dim, int64_t
   if (back >= dim.big && back < dim.big + dim.pad_after) use(back);
 }
 
-// The small coordinates and taps that meet a coordinate of the padded grid: calls use(p, tap).
+// Calls use(p, tap) for the small coordinates p and taps that read coordinate q of the padded grid.
 template <typename Use>
 PATCHCONV_DEVICE void each_meeting(const ConvDim& dim, int64_t q, Use use) {
   for (int64_t r = 0; r < dim.kernel; ++r) {
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1) conv_gather_kernel(ConvGather cal
   store<T>(sums, place, place.at, sum.sum);
 }
 
-// The sum of what the block's threads bring, to thread 0. `room`: a number a warp.
+// The sum of `mine` over the block's threads, for thread 0. `room`: one number per warp.
 PATCHCONV_DEVICE double block_sum(double mine, double* room) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) mine += shuffle_xor(mine, distance);
   if (lane_index() == 0) room[thread_index() / kWarp] = mine;
@@ -180,7 +182,7 @@ PATCHCONV_DEVICE double block_sum(double mine, double* room) {
   return sum;
 }
 
-// One element of the weight a block: its warps take rows, their lanes the columns.
+// One block per element of the weight: its warps take rows, their lanes the columns.
 // Budget: 112 registers, 64 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) conv_plain_weight_kernel(ConvProducts call) {
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 2) conv_plain_weight_kernel(ConvProd
   const int t = static_cast<int>(rest % z.taps);
   rest /= z.taps;
   const int c = static_cast<int>(rest % call.sources);
-  const int k = static_cast<int>(rest / call.sources);  // of all groups
+  const int k = static_cast<int>(rest / call.sources);  // over all groups
   const int group = k / call.outputs;
   double sum = 0;
   for (int64_t row = thread_index() / kWarp; row < call.images * z.count * y.count; row += kThreads / kWarp) {

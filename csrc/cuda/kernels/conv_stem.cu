@@ -1,8 +1,8 @@
 // Convolutions of up to four channels by tensor cores. A tile of the source lies in shared memory with four
-// channels a place, so that the taps of a row of the kernel and their channels are one inner dimension: for
-// each row of the kernel a block multiplies 256 places with 64 outputs. Weights come row by row from a copy
-// in that order, which is the caller's; nothing is allocated. Sums are float32, for strict float32 of three
-// products of tf32 numbers; rounded once.
+// channels per position, so that the taps of a kernel row and their channels are one inner dimension: for
+// each row of the kernel a block multiplies 256 positions by 64 outputs. Weights come row by row from a copy
+// in that order, which the caller provides; nothing is allocated. Sums are float32, rounded once.
+// A product of strict float32 takes three tf32 products.
 #include <algorithm>
 
 #include "cuda/kernels/conv_store.cuh"
@@ -16,13 +16,13 @@ constexpr int kThreads = 256;
 constexpr int kPlaces = 256;  // of a tile of outputs
 constexpr int kChannels = 4;  // of a place of the source
 constexpr int64_t kShared = 99 * 1024;
-constexpr int kStepBytes = 32;  // of the inner dimension, a product of matrices
+constexpr int kStepBytes = 32;  // of the inner dimension, per product of matrices
 constexpr int kPadding = 16;    // bytes between rows of weights, so that eight lie in different banks
 
 struct Tile {
   int columns_log2 = 0;     // of outputs
   int rows = 0, width = 0;  // of the source
-  int row_bytes = 0;        // of the inner dimension, whole steps
+  int row_bytes = 0;        // of the inner dimension, in whole steps
   int64_t down = 0, across = 0, output_tiles = 0;
   int64_t shared_bytes = 0;
 
@@ -79,7 +79,7 @@ PATCHCONV_DEVICE int64_t source_at(PaddingMode mode, const ConvLine& line, int64
   return at > line.last() ? -1 : source_index(mode, at, line.source);
 }
 
-// Places of the source's plane `plane`, four channels each.
+// Loads the positions of the source's plane `plane`, four channels each.
 template <typename T>
 PATCHCONV_DEVICE void load_places(T* to, const ConvSums& call, const Tile& tile, const Work& work,
                                   int64_t plane) {
@@ -115,7 +115,8 @@ PATCHCONV_DEVICE void copy_weights(char* to, const ConvSums& call, const Tile& t
   }
 }
 
-// As tensor cores read four numbers: of float32 the upper part and, for strict sums, what is left.
+// Turns four numbers into what tensor cores read. float32 is split into an upper part and, for strict sums,
+// the rest.
 template <typename T, bool kStrict>
 PATCHCONV_DEVICE void prepare(uint32_t (&values)[4], uint32_t (&low)[4]) {
   if constexpr (sizeof(T) == 4) {
@@ -130,7 +131,7 @@ PATCHCONV_DEVICE void prepare(uint32_t (&values)[4], uint32_t (&low)[4]) {
   }
 }
 
-// One row of the kernel: places[m][i] is where the values of this lane's place i of matrix m begin.
+// Multiplies one row of the kernel. places[m][i] points to the values of this lane's position i of matrix m.
 template <typename T, bool kStrict>
 PATCHCONV_DEVICE void multiply_row(float (&sums)[2][8][4], const char* const (&places)[2][2],
                                    const ConvLine& x, const Tile& tile, const char* weights) {
@@ -204,13 +205,13 @@ __global__ void __launch_bounds__(kThreads, kStrict ? 1 : 2)
   for (int t = 0; t < (x.taps > 0 && y.taps > 0 ? z.taps : 0); ++t) {
     const int64_t iz = source_index(call.mode, z.coordinate(work.plane, t), z.source);
     if (iz < 0) continue;
-    block_barrier();  // the last plane's values have been used
+    block_barrier();  // the values of the last plane have been used
     copy_weights(weights, call, tile, packed, int64_t{t} * y.taps, work.output);
     commit_copies();
     load_places(reinterpret_cast<T*>(values), call, tile, work, iz);
     for (int r = 0; r < y.taps; ++r) {
       wait_for_copies<0>();
-      block_barrier();  // these weights are there, and those before have been used
+      block_barrier();  // these weights have arrived, and the ones before have been used
       if (r + 1 < y.taps) {
         copy_weights(weights + (r + 1) % 2 * tile.weight_bytes(), call, tile, packed,
                      int64_t{t} * y.taps + r + 1, work.output);
@@ -254,9 +255,9 @@ __global__ void __launch_bounds__(kThreads, kStrict ? 1 : 2)
   });
 }
 
-// The tile shape that needs the fewest blocks; without shared memory where none fits.
+// The tile shape that needs the fewest blocks; shared_bytes is 0 if none fits.
 Tile plan(Type type, const ConvSums& call) {
-  constexpr int64_t kMost = 1 << 15;  // no tile is as long
+  constexpr int64_t kMost = 1 << 15;  // longer than any tile
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const auto reach = [&](const ConvLine& line, int64_t outputs) {
     return std::min((outputs - 1) * line.step + std::max(line.taps - 1, 0) * line.distance + 1, kMost);

@@ -1,6 +1,6 @@
-// From a warp's sums to the result. The warp puts the sums of 32 places and 64 outputs into a room of its own
-// in shared memory, and takes them out again in the order in which the result lies: along its channels or
-// along its places.
+// From a warp's sums to the result. The warp writes the sums of 32 positions and 64 outputs to its own part
+// of shared memory, and reads them back in the order of the result's memory: along channels or along
+// positions.
 #pragma once
 
 #include "cuda/kernels/conv_values.cuh"
@@ -10,9 +10,9 @@ namespace patchconv::kernels {
 constexpr int kStagePlaces = 32;
 constexpr int kStageOutputs = 64;
 constexpr int kStagePitch = kStageOutputs + 1;
-constexpr int kStageBytes = kStagePlaces * kStagePitch * 4;  // of a warp
+constexpr int kStageBytes = kStagePlaces * kStagePitch * 4;  // per warp
 
-// The sums of a product of 16 places with 8 outputs, as multiply_matrices() leaves them.
+// Stages the sums of a product of 16 positions by 8 outputs, as multiply_matrices() leaves them.
 PATCHCONV_DEVICE void stage_sums(float* stage, int place, int output, const float (&sums)[4]) {
   float* at = stage + (place + lane_index() / 4) * kStagePitch + output + lane_index() % 4 * 2;
   at[0] = sums[0];
@@ -21,7 +21,7 @@ PATCHCONV_DEVICE void stage_sums(float* stage, int place, int output, const floa
   at[8 * kStagePitch + 1] = sums[3];
 }
 
-// Results of 8 channels that lie together, and a bit for each.
+// Writes the results of 8 contiguous channels, and one bit for each.
 template <typename T>
 PATCHCONV_DEVICE void store_channels(const ConvSums& call, const float* sums, int channel, int64_t offset,
                                      int count) {
@@ -45,8 +45,8 @@ PATCHCONV_DEVICE void store_channels(const ConvSums& call, const float* sums, in
   if (call.epilogue.bits != nullptr) call.epilogue.bits[offset / 8] = static_cast<uint8_t>(mine);
 }
 
-// Writes what a warp has staged, the outputs from number `first` of a group on. place_of(i) is the offset of
-// place i in the result, negative where it has none. All lanes take part.
+// Writes what a warp has staged, from output `first` of a group on. place_of(i) is the offset of position i
+// in the result, negative if it has none. All lanes take part.
 template <typename T, typename PlaceOf>
 PATCHCONV_DEVICE void store_stage(const ConvSums& call, const float* stage, int group, int first,
                                   PlaceOf place_of) {

@@ -1,10 +1,10 @@
-// Convolutions by tensor cores over halo tiles. A block computes 256 places of the result for 64 or 128
-// outputs. For every chunk of 64 bytes of channels it holds the part of the source that those places need,
-// with its halo, in shared memory and uses it for all taps, each a shift of the rows that matrices are loaded
-// from; weights come tap by tap through a ring of stages, copied while the taps before are computed. Sources
-// whose channels do not lie together are turned on their way into shared memory. Nothing is allocated; the
-// result is written once. Sums are made in float32: tensor cores', which cut off what does not fit, and for
-// strict float32 three products of tf32 numbers a tap, whose sums are added up with rounding.
+// Convolutions by tensor cores over halo tiles. A block computes 256 positions of the result for 64 or 128
+// outputs. For every chunk of 64 bytes of channels it holds the part of the source that those positions need,
+// with its halo, in shared memory and uses it for all taps: a tap is a shift of the rows that matrices are
+// loaded from. Weights come tap by tap through a ring of stages, copied while earlier taps are computed.
+// Sources whose channels are not contiguous are transposed on their way into shared memory. Nothing is
+// allocated; the result is written once. Sums are float32: those of tensor cores, which truncate. Strict
+// float32 takes three tf32 products per tap, whose sums are added up with rounding.
 #include "cuda/kernels/conv_tiles.cuh"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums ca
   const int warp = thread_index() / kWarp, lane = lane_index();
   const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
 
-  // The places whose rows a lane names, of each of its warp's matrices.
+  // For each of its warp's matrices, the position of the row whose address this lane gives.
   int places[Shape::kMatrices];
 #pragma unroll
   for (int m = 0; m < Shape::kMatrices; ++m) {
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums ca
     const bool fresh = now.r == 0 && now.s == 0;
     const int taps = rows_of(call, tiling, now) * call.lines[2].taps;
     if (fresh && number > 0 && !ahead_of_time) {
-      block_barrier();  // everybody has left the tile
+      block_barrier();  // all threads are done with the tile
       const Halo halo = halo_of<T>(call, tiling, work, now);
       if constexpr (kGather) {
         gather_halo<T, Shape>(call, tiling, halo, tile, 0, 1 << 30);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums ca
     }
 
     if constexpr (kGather) {
-      // The next tile, a share of it a tap: other blocks compute meanwhile.
+      // Gathers the next tile, one share per tap: other blocks compute meanwhile.
       if (more) {
         const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
         const int each = (pieces + Shape::kThreads - 1) / Shape::kThreads;
@@ -189,7 +189,7 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
   ConvTilePlan best;
   if (type == Type::kDouble) return best;
   const ConvLine &y = lines[1], &x = lines[2];
-  for (const ConvLine& line : lines) {  // coordinates in a tile, and shifts, are of 32 bits
+  for (const ConvLine& line : lines) {  // coordinates in a tile, and shifts, are 32-bit
     if (line.source >= 1 << 30 || line.count >= 1 << 30 || line.last() >= 1 << 30) return best;
     if (line.step >= 1 << 15 || line.distance >= 1 << 15 || line.first <= -(1 << 30)) return best;
   }
@@ -221,7 +221,7 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
         break;
       }
       if (plan.buffers == 0 || plan.shared_bytes > shared_limit) continue;
-      // Work: tiles that cover the result, and for each the places read, against those computed.
+      // Work: the number of tiles, times the positions that each computes and reads.
       const double tiles = static_cast<double>(round_up(y.count, rows) * round_up(x.count, columns));
       const double reads =
           static_cast<double>(round_up(std::max(y.taps, 1), tap_rows) * high_enough * wide_enough);

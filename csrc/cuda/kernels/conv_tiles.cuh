@@ -1,5 +1,5 @@
-// What a block of the halo kernel (conv_tiles.cu) does, step by step: which part of the result is its own,
-// the copies of the source and of weights, and the products of one tap.
+// What a block of the halo kernel (conv_tiles.cu) does, step by step: which part of the result it computes,
+// the copies of the source and of the weights, and the products of one tap.
 #pragma once
 
 #include "cuda/kernels/conv_halo.cuh"
@@ -7,7 +7,7 @@
 
 namespace patchconv::kernels {
 
-constexpr int kPlaces = 256;  // of a tile
+constexpr int kPlaces = 256;  // per tile
 constexpr int kStages = 4;    // of weights
 
 // How warps share a tile: each computes kWarpPlaces places for 64 outputs.
@@ -24,7 +24,7 @@ struct Tiling {
   ConvTilePlan plan;
   int64_t down, across;  // tiles
   uint32_t per_column;   // 2^32 / plan.columns, rounded up
-  int tap_groups;        // of rows
+  int tap_groups;        // groups of rows of taps
   int chunks;            // of channels
   int output_tiles;      // of a group
   bool channels_last;    // pieces of the source can be copied as they are
@@ -110,7 +110,7 @@ PATCHCONV_DEVICE PieceOfHalo piece_of_halo(const ConvSums& call, const Tiling& t
   return {place, piece, halo_offset(call, halo, y * tiling.plan.row_step, x, piece * kPieceOf<T>)};
 }
 
-// Starts copies of a thread's pieces: all of them, channels together.
+// Starts the copies of this thread's pieces of a halo tile; channels are contiguous.
 template <typename T, typename Shape>
 PATCHCONV_DEVICE void copy_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
@@ -125,7 +125,7 @@ PATCHCONV_DEVICE void copy_halo(const ConvSums& call, const Tiling& tiling, cons
   }
 }
 
-// The same pieces, once they are there, as their bits say.
+// Applies the bits to the same pieces, once they have arrived.
 template <typename T, typename Shape>
 PATCHCONV_DEVICE void mask_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
@@ -135,12 +135,13 @@ PATCHCONV_DEVICE void mask_halo(const ConvSums& call, const Tiling& tiling, cons
   }
 }
 
-// A thread's pieces [begin, end) of a halo tile, element by element.
+// Loads pieces [begin, end) of this thread's share of a halo tile, element by element.
 template <typename T, typename Shape>
 PATCHCONV_DEVICE void gather_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile,
                                   int begin, int end) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
-  // Neighbouring threads take neighbouring places, not pieces: that is how such sources lie.
+  // Neighbouring threads take neighbouring positions, not pieces: such sources are contiguous along
+  // positions.
   const int places = tiling.plan.rows * tiling.plan.columns;
   for (int mine = begin; mine < end; ++mine) {
     const int number = thread_index() + mine * Shape::kThreads;
@@ -172,7 +173,7 @@ PATCHCONV_DEVICE void copy_weights(const ConvSums& call, const Tiling& tiling, c
   }
 }
 
-// One tap: rows of the halo tile, from each lane's places on, times the stage's weights.
+// Multiplies one tap: the rows of the halo tile at each lane's positions times the stage's weights.
 template <typename T, bool kStrict, typename Shape>
 PATCHCONV_DEVICE void multiply_tap(float (&sums)[Shape::kMatrices][8][4], const char* tile,
                                    const int (&places)[Shape::kMatrices], int shift, const char* weights) {
@@ -227,7 +228,7 @@ PATCHCONV_DEVICE void multiply_tap(float (&sums)[Shape::kMatrices][8][4], const 
   }
 }
 
-// Offset of a tile's place in the result, negative outside of it.
+// Offset of a tile's position in the result; negative if it lies outside.
 PATCHCONV_DEVICE int64_t target_of(const ConvSums& call, const Tiling& tiling, const Work& work, int place) {
   const int64_t y = work.row + (place >> tiling.plan.columns_log2);
   const int64_t x = work.column + (place & ((1 << tiling.plan.columns_log2) - 1));

@@ -1,5 +1,5 @@
-// What the convolution kernels share: elements of strided tensors, in the type that sums are made in, and
-// what becomes of a finished sum.
+// What the convolution kernels share: elements of strided tensors in the type of the sums, and the epilogue
+// of a finished sum.
 #pragma once
 
 #include "cuda/kernels/conv.h"
@@ -43,20 +43,20 @@ PATCHCONV_DEVICE bool bit_at(const uint8_t* bits, int64_t offset) {
   return bits[offset / 8] >> (offset % 8) & 1;
 }
 
-// An element by its offset, as it counts.
+// The element at an offset; zero if its bit is 0.
 template <typename T>
 PATCHCONV_DEVICE Sum<T> value_at(const ConvTensor& tensor, int64_t offset) {
   if (tensor.bits != nullptr && !bit_at(tensor.bits, offset)) return 0;
   return to_sum(static_cast<const T*>(tensor.data)[offset]);
 }
 
-// Whether ReLU lets a value pass: NaN does.
+// Whether ReLU passes a value: NaN passes.
 template <typename S>
 PATCHCONV_DEVICE bool passes(S value) {
   return !(value <= 0);
 }
 
-// The result at `offset` of a channel of all.
+// The result at `offset` for a sum; `channel` counts over all groups.
 template <typename T>
 PATCHCONV_DEVICE Sum<T> finished(const ConvEpilogue& epilogue, Sum<T> sum, int channel, int64_t offset) {
   if (epilogue.scale != nullptr) sum *= static_cast<const Sum<T>*>(epilogue.scale)[channel];

@@ -1,8 +1,8 @@
-// The weight's gradient by tensor cores: of each tap the product of two matrices, channels of the small grid
-// by channels of the big one, over all images and places. Each block multiplies a part of the places into its
-// part of the workspace; a second kernel adds the parts up in order. Tensor cores cut off what they do not
-// keep, so sums are short: float32 over 4096 places, 16 and then 1024 if strict; float32 over those of a
-// part; float64 over parts, rounded once. Nothing is allocated.
+// The weight's gradient by tensor cores: for each tap the product of two matrices, channels of the small grid
+// by channels of the big one, over all images and positions. Each block multiplies a part of the positions
+// into its part of the workspace; a second kernel adds the parts up in order. Tensor cores truncate, so sums
+// are short: float32 over 4096 positions (if strict, over 16 and then 1024); float32 over those of a part;
+// float64 over parts, rounded once. Nothing is allocated.
 #include <algorithm>
 
 #include "cuda/kernels/conv_weight.cuh"
@@ -13,7 +13,7 @@ namespace patchconv::kernels {
 
 namespace {
 
-// Segments that are summed before the sums are handed on.
+// Segments that are summed before the sums go to the workspace.
 template <bool kStrict>
 constexpr int kHandedOn = (kStrict ? 1024 : 4096) / kSegmentPlaces;
 
@@ -28,7 +28,7 @@ PATCHCONV_DEVICE int64_t place_of(const ConvProducts& call, const WeightPart& mi
   return (taps + tap) * elements_of_tap(call) + (int64_t{mine.group} * call.outputs + output) * call.sources;
 }
 
-// Adds sums to the block's part of the workspace, or stores the first ones; and begins anew.
+// Adds the sums to the block's part of the workspace (`first`: stores them there) and sets them to zero.
 template <typename T>
 PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const WeightPart& mine, bool first,
                               float* workspace) {
@@ -159,8 +159,9 @@ int64_t tiles_of(const ConvProducts& call, const ConvWeightPlan& plan) {
          divided_up(call.sources, kTileChannels) * call.lines[0].taps * call.lines[1].taps * plan.tap_groups;
 }
 
-// The columns of the big grid that a row of places needs. Taps whose columns are as far apart as places meet
-// the same ones, later: they share a run unless that would leave a hole.
+// The columns of the big grid that a row of positions reads. If the distance of two taps is a multiple of the
+// step between positions, they read the same columns for different positions, and share a run unless that
+// would leave a hole.
 void plan_runs(const ConvLine& line, ConvWeightPlan& plan) {
   const int64_t columns = int64_t{1} << plan.columns_log2;
   int64_t length[kMostTaps] = {};
@@ -186,7 +187,7 @@ void plan_runs(const ConvLine& line, ConvWeightPlan& plan) {
   for (int tap = 0; tap < plan.taps; ++tap) plan.tap_begin[tap] += plan.run_begin[run_of[tap]];
 }
 
-// Whether pieces of 16 bytes can be copied as they lie.
+// Whether pieces of 16 bytes can be copied as they are stored.
 bool in_pieces(const ConvTensor& tensor, int channels, int groups, int size) {
   const auto whole = [&](int64_t elements) { return elements * size % 16 == 0; };
   return tensor.channel == 1 && aligned_to_pieces(tensor.data) && whole(tensor.image) &&
@@ -218,7 +219,7 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
   plan.tap_groups = static_cast<int>(divided_up(x.taps, plan.taps));
   plan_runs(x, plan);
 
-  // Two waves of blocks, none with less than 16 segments.
+  // Two waves of blocks, none with fewer than 16 segments.
   const int resident = type == Type::kFloat ? WeightTile<float>::resident(strict, true)
                                             : WeightTile<Half>::resident(strict, true);
   const int64_t elements = elements_of(call), tiles = tiles_of(call, plan);

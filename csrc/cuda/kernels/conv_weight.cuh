@@ -1,6 +1,6 @@
-// The tiles that the weight's gradient multiplies: channels of both grids at the places of a segment, in
-// shared memory, a row of channels a place or column. Rows come in pieces of 16 bytes, by asynchronous copies
-// where channels lie together and aligned, else element by element through registers.
+// The tiles that the weight's gradient multiplies: channels of both grids at the positions of a segment, in
+// shared memory, one row of channels per position or column. Rows come in pieces of 16 bytes, by asynchronous
+// copies if channels are contiguous and aligned, else element by element through registers.
 #pragma once
 
 #include "cuda/kernels/conv_values.cuh"
@@ -10,8 +10,8 @@ namespace patchconv::kernels {
 constexpr int kTileChannels = 64;
 constexpr int kSegmentPlaces = 32;
 constexpr int kMostTaps = 3;
-constexpr int kTilePitch = kTileChannels + 8;  // so that rows which follow each other lie in different banks
-// Of a segment: the small grid's, then the big one's.
+constexpr int kTilePitch = kTileChannels + 8;  // so that consecutive rows lie in different banks
+// Rows of a segment: first those of the small grid, then those of the big one.
 constexpr int kMostRows = kSegmentPlaces * (1 + kMostTaps);
 
 // What a row of a tile holds: the column is relative to the segment's first, in its own grid.
@@ -19,15 +19,15 @@ struct TileRow {
   int line, column;
 };
 
-// What a block makes: which channels of its group, from where on, and how many taps of a row. In shared
-// memory, for registers are few.
+// What a block computes: which channels of its group, and how many taps of a row. In shared memory, since
+// registers are few.
 struct WeightPart {
   int64_t part;
   int group, output, source;
   int tap[3];
   int taps;
-  int begin[3], end[3];      // places of which the taps see more than zeros
-  int origin[3];             // coordinate of the first place, at the first tap
+  int begin[3], end[3];      // positions where the taps read more than zeros
+  int origin[3];             // coordinate that the first tap reads at the first position
   int64_t small, big;        // offset of the first channel
   int small_left, big_left;  // channels from there on
   TileRow rows[kMostRows];
@@ -68,7 +68,7 @@ PATCHCONV_DEVICE void describe(const ConvProducts& call, const ConvWeightPlan& p
   }
 }
 
-// 32 places of the small grid, from a row and column on.
+// 32 positions of the small grid, from a row and column on.
 struct Segment {
   int64_t image;
   int depth, row, column;
@@ -112,19 +112,19 @@ PATCHCONV_DEVICE int64_t segments_of(const ConvProducts& call, const ConvWeightP
   return count;
 }
 
-// Who copies and holds what, by type.
+// Sizes of tiles and of each thread's share, by type.
 template <typename T>
 struct WeightTile {
   static constexpr int kCount = 16 / sizeof(T);
-  static constexpr int kPieces = kTileChannels / kCount;  // a row
+  static constexpr int kPieces = kTileChannels / kCount;  // per row
   static constexpr int kThreads = sizeof(T) == 4 ? 256 : 128;
-  static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // a thread
+  static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // per thread
   static constexpr int kSmallPieces = kSegmentPlaces * kPieces / kThreads;
   static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
   static constexpr int kGatherStages = 2;
   using Piece = Vec<T, kCount>;
 
-  // Blocks a multiprocessor that registers allow.
+  // Blocks per multiprocessor that the registers allow.
   static constexpr int resident(bool strict, bool async) {
     if (sizeof(T) == 4) return strict ? 1 : 2;
     return async ? 3 : 2;
@@ -139,7 +139,7 @@ struct WeightTile {
   }
 };
 
-// Writes down what the rows of a block's tiles hold.
+// Writes to `to` what each row of a block's tiles holds.
 PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int rows, int threads,
                                  TileRow* to) {
   for (int row = thread_index(); row < rows; row += threads) {
@@ -160,7 +160,7 @@ PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int r
   }
 }
 
-// Brings segments to tiles.
+// Loads segments into tiles.
 template <typename T>
 class TileLoader {
   using Tile = WeightTile<T>;
@@ -179,7 +179,7 @@ class TileLoader {
     }
   }
 
-  // The bits of the small grid's pieces that this thread copies: loaded while others are multiplied.
+  // Loads the bits of the small grid's pieces that this thread copies, while other segments are multiplied.
   PATCHCONV_DEVICE void load_marks(const Segment& at, uint8_t (&marks)[Tile::kSmallPieces]) const {
 #pragma unroll
     for (int i = 0; i < Tile::kSmallPieces; ++i) {
@@ -188,7 +188,7 @@ class TileLoader {
     }
   }
 
-  // Of what this thread copied, makes zeros of what does not count.
+  // Zeros the elements whose bit is 0, in what this thread copied.
   PATCHCONV_DEVICE void drop_masked(const Segment& at, const uint8_t (&marks)[Tile::kSmallPieces],
                                     T* to) const {
 #pragma unroll
@@ -204,7 +204,7 @@ class TileLoader {
     }
   }
 
-  // This thread's pieces of a segment by single elements.
+  // Loads this thread's pieces of a segment element by element.
   PATCHCONV_DEVICE void load(const Segment& at, Piece (&held)[Tile::kMostPieces]) const {
 #pragma unroll
     for (int i = 0; i < Tile::kMostPieces; ++i) {
@@ -240,10 +240,10 @@ class TileLoader {
     const T* data;
     const uint8_t* bits;
     int64_t offset, channel;
-    int filled;  // elements that are there
+    int filled;  // elements that exist
   };
 
-  // Row and piece number `i` of those that a thread copies.
+  // The row, and the piece in it, of the i-th piece that this thread copies.
   PATCHCONV_DEVICE static int copied_row(int i) {
     return thread_index() / Tile::kPieces + i * (Tile::kThreads / Tile::kPieces);
   }
@@ -252,7 +252,7 @@ class TileLoader {
     return reinterpret_cast<Piece*>(tile + row * kTilePitch + piece * Tile::kCount);
   }
 
-  // `marks`: the byte of the first element's bit.
+  // `marks`: the byte that holds the first element's bit.
   PATCHCONV_DEVICE static void drop(const Source& from, int marks, Piece* to) {
     Piece values = *to;
 #pragma unroll

@@ -1,12 +1,12 @@
-// The products of the weight's gradient: what a warp multiplies of the tiles that conv_weight.cuh brings.
+// The matrix products of the weight's gradient, from the tiles that conv_weight.cuh loads.
 #pragma once
 
 #include "cuda/kernels/conv_weight.cuh"
 
 namespace patchconv::kernels {
 
-// What a warp multiplies: kRows x 16 channels of the small grid by 16 of the big one, for each tap. Lane l
-// holds of every 16 x 8 product what arch.cuh says of c.
+// A warp's sums: kRows x 16 channels of the small grid by 16 of the big one, for each tap. Of every 16 x 8
+// product, lane l holds what arch.cuh says of c.
 template <typename T>
 struct WarpSums {
   static constexpr int kRows = sizeof(T) == 4 ? 2 : 4;
@@ -16,13 +16,13 @@ struct WarpSums {
   static PATCHCONV_DEVICE int output() { return thread_index() / kWarp / 4 * kRows * 16; }
 };
 
-// Number of the tile's row where the first tap finds its column for a place.
+// The row of the tile in which the first tap finds its column for a position.
 PATCHCONV_DEVICE int big_row(const ConvWeightPlan& plan, int place) {
   return kSegmentPlaces + (place >> plan.columns_log2) * plan.run_columns +
          (place & ((1 << plan.columns_log2) - 1));
 }
 
-// Halves: sums += products of a segment.
+// Half precision: adds the products of a segment to the sums.
 template <bool kStrict, typename T>
 PATCHCONV_DEVICE void multiply(WarpSums<T>& sums, const T* tile, const ConvWeightPlan& plan, int taps,
                                int outputs) {
@@ -50,7 +50,7 @@ PATCHCONV_DEVICE void multiply(WarpSums<T>& sums, const T* tile, const ConvWeigh
   }
 }
 
-// A float32 as one number of tf32, or as the sum of two.
+// A float32 as one tf32 number, or as the sum of two.
 template <bool kStrict, int kCount>
 struct Tf32 {
   uint32_t high[kCount], low[kCount];
@@ -75,7 +75,7 @@ PATCHCONV_DEVICE void multiply(float (&sum)[4], const Tf32<kStrict, 4>& a, const
   multiply_matrices(float(), sum, a.high, b.high);
 }
 
-// float32. Strict: products of 16 places are summed by themselves.
+// float32. Strict: products of 16 positions are summed on their own first.
 template <bool kStrict>
 PATCHCONV_DEVICE void multiply(WarpSums<float>& sums, const float* tile, const ConvWeightPlan& plan, int taps,
                                int outputs) {

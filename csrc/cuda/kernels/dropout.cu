@@ -1,6 +1,6 @@
 // Dropout whose mask follows from a seed and is never stored: one read and one write of the tensor. Element i
-// takes word i % 4 of Philox block i / 4, so a thread's 16 bytes are one block's words or two blocks'. In
-// float32, the product and the sum each rounded, as on the CPU.
+// takes word i % 4 of Philox block i / 4, so a thread's 16 bytes take the words of one block or of two. In
+// float32; the product and the sum are each rounded, as on the CPU.
 #include "cuda/kernels/dropout.h"
 
 #include "core/philox.h"

@@ -13,7 +13,7 @@ struct Dropout {
   const void* x = nullptr;
   void* y = nullptr;              // may be x
   const int64_t* seed = nullptr;  // on the device: a captured graph draws a new one each time
-  int64_t count = 0;              // dense and in one order
+  int64_t count = 0;              // of dense memory, x and y in the same order
   uint64_t threshold = 0;         // philox_threshold(p)
   float scale = 1, shift = 0, fill = 0;
 };

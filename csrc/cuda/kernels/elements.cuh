@@ -1,6 +1,7 @@
-// Passes over every element of dense tensors: who reads what. A block takes a tile of kTile elements; a
-// thread kVectors pieces of 16 bytes of it, which lie so that a warp's pieces follow each other. Where the
-// tile is incomplete or a tensor is not aligned to 16 bytes, the same elements are read one by one.
+// Passes over every element of dense tensors: which thread reads what. A block takes a tile of kTile
+// elements. A thread takes kVectors pieces of 16 bytes of it, placed so that the pieces of a warp are
+// contiguous. If the tile is incomplete or a tensor is not aligned to 16 bytes, the same elements are read
+// one by one.
 #pragma once
 
 #include "cuda/kernels/arch.cuh"
@@ -14,7 +15,7 @@ struct alignas(sizeof(T) * kCount) Vec {
   T at[kCount];
 };
 
-// `p` is aligned to V: anything else is an error, on the device and under UndefinedBehaviorSanitizer.
+// `p` must be aligned to V: else it is an error, on the device and under UndefinedBehaviorSanitizer.
 template <typename V>
 PATCHCONV_DEVICE V load_whole(const void* p) {
   return *static_cast<const V*>(p);
@@ -26,7 +27,7 @@ PATCHCONV_DEVICE void store_whole(void* p, const V& v) {
 
 template <typename T>
 struct Elements {
-  static constexpr int kCount = 16 / sizeof(T);  // of a piece
+  static constexpr int kCount = 16 / sizeof(T);  // per piece
   static constexpr int kVectors = 4;
   static constexpr int kTile = kElementThreads * kVectors * kCount;
   using Piece = Vec<T, kCount>;

@@ -10,8 +10,8 @@
 
 namespace patchconv::kernels {
 
-// Starts kernel(arguments...) in blocks of `threads`, each with `shared_bytes` of shared memory; nothing for
-// an empty grid. Throws LaunchError.
+// Starts kernel(arguments...) in blocks of `threads`, each with `shared_bytes` of shared memory. Does nothing
+// for an empty grid. Throws LaunchError.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t shared_bytes, Stream stream,
             Arguments&&... arguments) {
@@ -19,7 +19,8 @@ void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t share
   if (grid.x > kMostBlocks) throw LaunchError("a grid of more than 2^31 - 1 blocks");
   if (grid.y > kMostBlocksDown) throw LaunchError("a grid of more than 65535 blocks along y");
   if (shared_bytes > 48 * 1024) {
-    // All that the device has, whatever this launch takes: another thread may be starting the same kernel.
+    // All that the device has, not only what this launch takes: another thread may be starting the same
+    // kernel.
     int device = 0, most = 0;
     check(static_cast<int>(cudaGetDevice(&device)));
     check(static_cast<int>(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)));

@@ -1,7 +1,8 @@
-// Layer norm over rows: a warp a row, or a block where it is long. A row is read twice, the second time from
-// the caches: one read and one write of the tensor; its gradient likewise two reads and a write, and one read
-// more of both for the parameters'. Sums are float32 in a thread, and about the mean of what it has seen
-// (norm_statistics.cu says how); over blocks in float64, in an order that follows from the shape alone.
+// Layer norm over rows: one warp per row, or one block if rows are long. A row is read twice, the second time
+// from the caches, so memory sees one read and one write of the tensor. The gradient likewise takes two reads
+// and one write, and one more read of both tensors for the gradients of the parameters. Sums are float32 in a
+// thread, about the mean of what it has read (norm_statistics.cu says how). Over blocks they are float64, in
+// an order that depends on the shape alone.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/layer_norm.h"
 #include "cuda/kernels/moments.cuh"
@@ -19,7 +20,7 @@ PATCHCONV_DEVICE float bias_at(const LayerNorm& norm, int64_t column) {
   return norm.bias == nullptr ? 0 : norm.bias[column];
 }
 
-// Gives every thread of a team what its first one has. All threads of the block take part.
+// Gives every thread of a team the value of its first one. All threads of the block take part.
 template <int kTeam, typename V>
 PATCHCONV_DEVICE V from_first(const V& value) {
   V* slots = shared_memory<V>();
@@ -29,7 +30,7 @@ PATCHCONV_DEVICE V from_first(const V& value) {
   return slots[thread_index() / kTeam];
 }
 
-// The sum of a team's values, which its first thread gets, over its warps in order.
+// The sum of a team's values, over its warps in order; only the team's first thread gets it.
 template <int kTeam, typename V, typename Add>
 PATCHCONV_DEVICE V team_total(V all, Add add) {
 #pragma unroll
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kNormThreads)
   });
 }
 
-// By column, over a chunk of rows: of the gradient, and of its product with the normalised value.
+// Sums per column over a chunk of rows: of the gradient, and of its product with the normalised value.
 // Budget: 64 registers, 16384 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kNormThreads)

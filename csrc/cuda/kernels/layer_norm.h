@@ -1,6 +1,6 @@
-// Layer norm over the last dimension, on the device: rows of `columns` elements that follow each other, each
-// with a mean and a deviation of its own. So are pixels in channels_last. Statistics and parameters are
-// float32.
+// Layer norm over the last dimension, on the device: contiguous rows of `columns` elements, each with a mean
+// and a deviation of its own. The pixels of a channels_last tensor are such rows. Statistics and parameters
+// are float32.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace patchconv::kernels {
 
 struct LayerNorm {
   int64_t rows = 0, columns = 0;
-  const float* weight = nullptr;  // columns; nothing: 1
-  const float* bias = nullptr;    // columns; nothing: 0
+  const float* weight = nullptr;  // `columns` of them; null: 1
+  const float* bias = nullptr;    // `columns` of them; null: 0
   float eps = 0;
 };
 
@@ -20,7 +20,7 @@ struct LayerNorm {
 void launch_layer_norm(Type type, const LayerNorm& norm, const void* x, void* y, float* mean, float* rstd,
                        Stream stream);
 
-// Gradients. What is null is not computed.
+// Gradients. Those that are null are not computed.
 struct LayerNormBackward {
   const void* grad = nullptr;
   const void* x = nullptr;

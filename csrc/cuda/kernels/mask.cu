@@ -1,5 +1,5 @@
-// Activations with a packed mask, and gradients from it. One read and one write of the tensor, and an 8th of
-// a byte an element; nothing is allocated. Arithmetic is in float32, rounded once.
+// Activations with a packed mask, and gradients from it. One read and one write of the tensor, and one bit
+// per element; nothing is allocated. Arithmetic is in float32, rounded once.
 #include "cuda/kernels/mask.h"
 
 #include "cuda/kernels/bits.cuh"
@@ -18,7 +18,7 @@ PATCHCONV_DEVICE bool is_inside(float x, float a, float b) {
   if constexpr (kMask == Mask::kHardsigmoid) return x > -3 && x < 3;
 }
 
-// `a`, `b` as given, for comparisons; `low`, `high` as the tensor's type has them, for values.
+// `a` and `b` are as given, for comparisons; `low` and `high` are rounded to the tensor's type, for values.
 template <Mask kMask>
 PATCHCONV_DEVICE float value_of(float x, float a, float low, float high) {
   if constexpr (kMask == Mask::kRelu) return x <= 0 ? 0 : x;

@@ -1,4 +1,4 @@
-// Packed 1-bit masks of the piecewise linear activations: what core/mask.h says, on the device.
+// Packed 1-bit masks of the piecewise linear activations (core/mask.h), on the device.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace patchconv::kernels {
 
-// y = activation(x), or of x + other, and one bit an element. `count` elements, dense and in one order.
+// y = activation(x), or of x + other, and one bit per element. `count` elements, dense and in one order.
 struct MaskForward {
   const void* x = nullptr;
-  const void* other = nullptr;  // nothing: no sum; for ReLU alone
-  void* y = nullptr;            // nothing: the bits alone; may be x
+  const void* other = nullptr;  // null: no sum; only for ReLU
+  void* y = nullptr;            // null: only the bits; may be x
   uint8_t* bits = nullptr;      // mask_bytes(count), aligned to 4 bytes
   int64_t count = 0;
   float a = 0, b = 0;

@@ -1,5 +1,5 @@
-// Max pools: values, places and gradients. Nothing is allocated, nothing is shared; of the sums of gradients
-// the order follows from the shape alone.
+// Max pools: values, positions and gradients. Nothing is allocated and no shared memory used. The order in
+// which gradients are summed depends on the shape alone.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/pool_places.cuh"
 
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kElementThreads, 4)
       const bool inside = w >= 0 && w < width.in && h >= 0 && h < height.in && d >= 0 && d < depth.in;
       y[element] = inside ? at(d, h, w) : from_float<T>(-kInfinity);
     } else {
-      // A value wins that is greater than the best so far or not a number: of equal ones the first, of NaN
+      // A value wins if it is greater than the best so far or if it is NaN: of equal values the first, of NaN
       // the last.
       float best = -kInfinity;
       T value = from_float<T>(best);

@@ -1,11 +1,11 @@
-// Means and variances, put together from parts.
+// Means and variances, combined from parts.
 #pragma once
 
 #include "cuda/kernels/arch.cuh"
 
 namespace patchconv::kernels {
 
-// Of `count` numbers the mean and the sum of squared differences from it.
+// The mean of `count` numbers, and the sum of squared differences from it.
 struct Moments {
   float count, mean, squares;
 };

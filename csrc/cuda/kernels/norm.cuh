@@ -1,9 +1,9 @@
-// What the kernels of norm_statistics.cu, norm_map.cu and norm_backward.cu share: who reads which elements,
-// and the numbers of a channel.
+// What the kernels of norm_statistics.cu, norm_map.cu and norm_backward.cu share: which thread reads which
+// elements, and the numbers of a channel.
 //
-// Planes are rows of elements that share their numbers: a team, a warp or a whole block, takes a part of one.
-// In channels_last a thread takes one 16-byte piece of channels and goes down the pixels with it, side by
-// side with the threads of the neighbouring pieces; a block takes a chunk of one image's pixels.
+// Contiguous tensors are rows of elements that share their numbers; a team, which is a warp or a whole block,
+// takes a part of a row. In channels_last a thread takes one 16-byte piece of channels and goes down the
+// pixels with it, beside the threads of the neighbouring pieces; a block takes a chunk of one image's pixels.
 #pragma once
 
 #include <type_traits>
@@ -14,15 +14,15 @@
 namespace patchconv::kernels {
 
 constexpr int kNormThreads = 256;
-constexpr int64_t kBusy = 4096;  // teams, or blocks of pixels, past which each may take more than one step
+constexpr int64_t kBusy = 4096;  // if there are more teams, or blocks of pixels, each may take several steps
 
 inline int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Sizes that kernels count with; of batch norm in channels_last all images are one.
+// Sizes as the kernels count them: for batch norm in channels_last, all images are one.
 struct NormSizes {
   int64_t channels, pixels, images;
-  int64_t groups;            // 0: the statistics are the channels'
-  int64_t channels_a_group;  // where there are groups
+  int64_t groups;            // 0: one statistic per channel
+  int64_t channels_a_group;  // if there are groups
 
   PATCHCONV_DEVICE int64_t statistic(int64_t image, int64_t channel) const {
     return groups == 0 ? channel : image * groups + channel / channels_a_group;
@@ -38,14 +38,14 @@ inline NormSizes sizes_of(const NormShape& shape) {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// Planes
+// Contiguous tensors
 
 struct Rows {
-  int64_t rows, length;  // elements of each
+  int64_t rows, length;  // their number, and the elements of each
   int64_t part, parts;   // elements of a part, parts of a row
   bool aligned;          // every row begins at a multiple of 16 bytes
   int team;              // threads: 32 or kNormThreads
-  // Of short rows a team takes `repeat`, those of one channel in so many images, `stride` rows apart.
+  // A team takes `repeat` short rows at once, `stride` rows apart: those of one channel in that many images.
   int64_t repeat = 1, stride = 1;
   int64_t sets = rows;  // of such rows
 
@@ -59,7 +59,7 @@ constexpr int64_t row_step(int team) {
   return int64_t{team} * Elements<T>::kVectors * Elements<T>::kCount;
 }
 
-// `whole`: parts are as long as needed to have no more than a few for each row. Otherwise one step each.
+// `whole`: parts are so long that there are only a few per row. Otherwise each part is one step.
 template <typename T>
 Rows rows_of(int64_t rows, int64_t length, bool aligned, bool whole) {
   Rows result{rows, length, 0, 0, aligned && length % Elements<T>::kCount == 0, 0};
@@ -76,8 +76,8 @@ Rows rows_of(int64_t rows, int64_t length, bool aligned, bool whole) {
   return result;
 }
 
-// Rows of batch norm, whose sums are over images as well: parts of all of them, fewer than images where rows
-// are short, so that there is little to put together.
+// Rows of batch norm, whose sums run over images as well. If rows are short, a part takes several, so that
+// there are few parts to combine.
 template <typename T>
 Rows rows_of_batch(const NormShape& shape, bool aligned) {
   const int64_t rows = shape.images * shape.channels;
@@ -91,8 +91,8 @@ Rows rows_of_batch(const NormShape& shape, bool aligned) {
   return result;
 }
 
-// A team's part, of rows `row`, row + stride, ... below `last`. Teams past the last have none, but stay for
-// what their block does together.
+// A team's part: of rows `row`, row + stride, ... below `last`. Teams past the last have none, but take part
+// in what their block does together.
 struct RowPart {
   int64_t row, last;
   int64_t begin, end;
@@ -132,7 +132,7 @@ struct Pixels {
   int down() const { return kNormThreads / across; }
 };
 
-// `kAtOnce` pixels a thread and step; `whole` as above.
+// `at_once`: pixels per thread and step; `whole` as above.
 template <typename T>
 Pixels pixels_of(const NormSizes& n, bool aligned, bool whole, int at_once) {
   constexpr int kCount = Elements<T>::kCount;
@@ -152,7 +152,7 @@ inline Grid grid_of(const NormSizes& n, const Pixels& pixels, int count) {
   return {n.images * pixels.chunks, static_cast<int>(divided_up(n.channels, int64_t{count} * pixels.across))};
 }
 
-// What a thread of a block of pixels does: its channels, of `left` that there are, in pixels first, first +
+// What a thread of a block of pixels takes: its channels, of which `left` exist, in pixels first, first +
 // down, ... below end.
 struct PixelPart {
   int64_t image, chunk;
@@ -197,7 +197,8 @@ PATCHCONV_DEVICE Coefficients coefficients(const NormAffine& affine, int64_t sta
           affine.bias == nullptr ? 0 : affine.bias[channel]};
 }
 
-// Without SiLU: 0 where z <= floor. ReLU's floor is 0; no activation is one that nothing is below, NaN.
+// Without SiLU, the result is 0 where z <= floor. ReLU has a floor of 0; without an activation it is NaN,
+// which nothing is below.
 inline float floor_of(Activation activation) {
   return activation == Activation::kRelu ? 0 : __builtin_nanf("");
 }
@@ -208,8 +209,8 @@ PATCHCONV_DEVICE float activated(float z, float floor) {
   return z <= floor ? 0 : z;
 }
 
-// The gradient of z. ReLU looks at what the forward pass stored, rounded to T: what became 0 there passes
-// none.
+// The gradient of z. For ReLU it depends on the value that the forward pass stored, rounded to T: where that
+// became 0, no gradient passes.
 template <typename T, bool kSilu>
 PATCHCONV_DEVICE float before_activation(float grad, float z, float floor) {
   if constexpr (kSilu) {

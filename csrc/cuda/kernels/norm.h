@@ -1,6 +1,6 @@
 // Batch, instance and group norm on the device, with an activation in the same pass (core/norm.h). Statistics
-// and parameters are float32, one of each a statistic or a channel; sums are made in float32 over parts and
-// put together in float64, in an order that follows from the shape alone.
+// and parameters are float32. Sums are float32 within a part and float64 over parts, in an order that depends
+// on the shape alone.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ namespace patchconv::kernels {
 struct NormAffine {
   const float* mean = nullptr;
   const float* var = nullptr;
-  const float* weight = nullptr;  // nothing: 1
-  const float* bias = nullptr;    // nothing: 0
+  const float* weight = nullptr;  // null: 1
+  const float* bias = nullptr;    // null: 0
   float eps = 0;
   bool inverse = false;  // `var` holds 1 / sqrt(var + eps)
 };
 
 // The mean and the biased variance of the elements that share them. For batch norm the running statistics are
-// moved by `momentum` if they are given, the variance's by the unbiased one.
+// updated with `momentum` if they are given, the variance with the unbiased one.
 struct NormStatistics {
   const void* x = nullptr;
   float* workspace = nullptr;  // norm_statistics_workspace() floats
@@ -33,7 +33,7 @@ struct NormStatistics {
   float eps = 0;
   bool inverse = false;  // `var` gets 1 / sqrt(var + eps)
 };
-// Whether there are few enough channels: some 8 million in channels_last.
+// Whether there are few enough channels: about 8 million in channels_last.
 bool serves(Type type, const NormShape& shape);
 int64_t norm_statistics_workspace(Type type, const NormShape& shape);
 void launch_norm_statistics(Type type, const NormShape& shape, const NormStatistics& call, Stream stream);
@@ -42,13 +42,13 @@ void launch_norm_statistics(Type type, const NormShape& shape, const NormStatist
 void launch_norm_map(Type type, const NormShape& shape, const NormAffine& affine, Activation activation,
                      const void* x, void* y, Stream stream);
 
-// The same of a norm by channels with ReLU, and a bit an element (core/mask.h). `workspace`: a float a
+// The same for a norm by channel with ReLU, and one bit per element (core/mask.h). `workspace`: one float per
 // channel.
 void launch_norm_mask(Type type, const NormShape& shape, const NormAffine& affine, float* workspace,
                       const void* x, void* y, uint8_t* bits, Stream stream);
 
-// Gradients of launch_norm_map's y. `training`: also through the statistics, which are then those of x. What
-// is null is not computed.
+// Gradients of launch_norm_map's y. `training`: also through the statistics, which are then those of x. Those
+// that are null are not computed.
 struct NormBackward {
   const void* grad = nullptr;
   const void* x = nullptr;

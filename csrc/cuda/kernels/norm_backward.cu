@@ -1,5 +1,5 @@
-// Gradients of a norm and its activation: after the sums (norm_sums.cu) a second read of the gradient and of
-// the input, and one write.
+// Gradients of a norm with its activation: after the sums (norm_sums.cu), a second read of the gradient and
+// of the input, and one write.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/norm.cuh"
 #include "cuda/kernels/norm_sums.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kAtOnce = 2;
 
-// grad_input = by_grad * (gradient of z), and through the statistics + by_distance * (x - mean) + rest.
+// grad_input = by_grad * (gradient of z); if through the statistics, plus by_distance * (x - mean) + rest.
 struct Slopes {
   Coefficients z;
   float by_grad, by_distance, rest;
@@ -20,12 +20,12 @@ struct Slopes {
   template <typename T, bool kSilu>
   PATCHCONV_DEVICE float gradient(float grad, float x, float floor) const {
     const float g = before_activation<T, kSilu>(grad, z.map(x), floor);
-    // Without them x may be anything.
+    // Without the statistics, x must not count: it may be infinite or NaN.
     return through ? multiply_add(by_grad, g, multiply_add(by_distance, x - z.mean, rest)) : by_grad * g;
   }
 };
 
-// `totals`, of the statistic: nothing where the statistics are constants.
+// `totals`: those of the statistics; null if the statistics are constants.
 PATCHCONV_DEVICE Slopes slopes(const NormSizes& n, const NormAffine& affine, const Sums* totals, float each,
                                int64_t image, int64_t channel) {
   const int64_t statistic = n.statistic(image, channel);

@@ -1,5 +1,5 @@
-// The map of a norm, with its activation: one read and one write of the tensor, nothing allocated. z is made
-// in float32 as a difference, and a product and a sum rounded together; y is rounded once.
+// The elementwise map of a norm, with its activation: one read and one write of the tensor, nothing
+// allocated. z is computed in float32, as a difference and then a fused product and sum; y is rounded once.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/norm.cuh"
 

@@ -1,6 +1,6 @@
-// A norm with given statistics and ReLU, with a bit an element: for batch norm in eval mode, whose backward
-// then needs no input. One read and one write of the tensor in memory order, as the masks of mask.cu are; the
-// channel of a thread's first element is found by division, those of the next ones by counting.
+// A norm with given statistics and ReLU, and one bit per element: for batch norm in eval mode, whose backward
+// then needs no input. One read and one write of the tensor in memory order, as in mask.cu. The channel of a
+// thread's first element is found by division, those of the next ones by counting.
 #include "cuda/kernels/bits.cuh"
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/norm.cuh"
@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kNormThreads)
   if (channel < channels) scales[channel] = coefficients(affine, channel, channel).scale;
 }
 
-// number / by, of numbers below 2^52: a 64-bit division would be a call. The product is off by one at most.
+// Divides numbers below 2^52 by a product with the inverse, which is off by at most one: on a GPU, a 64-bit
+// division is a function call.
 struct Divisor {
   int64_t by;
   double inverse;
@@ -28,7 +29,7 @@ struct Divisor {
   }
 };
 
-// Elements whose number is in the same `run` of the memory order belong to one channel.
+// `run`: the number of consecutive elements that belong to one channel.
 // Budget: 72 registers, 0 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kElementThreads)
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kElementThreads)
         numbers = {affine.mean[channel], scales[channel], affine.bias == nullptr ? 0 : affine.bias[channel]};
       }
       --left;
-      // The bit is that of the value as it is stored.
+      // The bit belongs to the value as it is stored.
       const T z = from_float<T>(numbers.map(to_float(pieces[v].at[i])));
       const bool below = to_float(z) <= 0;
       mine |= static_cast<uint32_t>(begin + i < count && !below) << i;

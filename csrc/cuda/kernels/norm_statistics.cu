@@ -1,7 +1,8 @@
-// Mean and variance: one read of the tensor. Each thread takes the mean of what it holds in registers and the
-// squares of what is left, so that a large mean costs no digits; parts are put together by Chan, Golub and
-// LeVeque's formula ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), in
-// an order that does not depend on the device. A second small kernel puts the blocks' together, in float64.
+// Mean and variance, with one read of the tensor. Each thread takes the mean of what it holds in registers
+// and the squared differences from it, so that a large mean costs no digits. Parts are combined by the
+// formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sample
+// variances", 1979), in an order that does not depend on the device. A second small kernel combines what the
+// blocks found, in float64.
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/moments.cuh"
 #include "cuda/kernels/norm.cuh"
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       mean[i] = multiply_add(delta, share, mean[i]);
     }
   }
-  // Over the block's threads of the same channels, by halves: rows [half, 2 half) give theirs to rows [0,
+  // Combines the block's threads of the same channels by halves: rows [half, 2 half) give theirs to rows [0,
   // half).
   const int width = pixels.across * E::kCount;
   float* counts = shared_memory<float>();
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   }
 }
 
-// Parts [outer][a][kept][b], of which the result number (outer, kept) is over all a and b.
+// Parts [outer][a][kept][b]. Result (outer, kept) combines all a and b.
 struct Parts {
   int64_t kept, a, b;
 };

@@ -1,6 +1,6 @@
-// The sums by channel that gradients of norms are made of: one read of the gradient and of the input. What
-// the forward pass mapped is made again from the input, so neither it nor a mask is kept. Sums are float32 in
-// a thread and a block, float64 over blocks.
+// The sums by channel that the gradients of norms need: one read of the gradient and of the input. The
+// forward pass's map is computed again from the input, so that neither its result nor a mask is saved. Sums
+// are float32 in a thread and a block, float64 over blocks.
 #include "cuda/kernels/norm_sums.h"
 
 #include "cuda/kernels/launch.cuh"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
     norm_sums_rows_kernel(NormSizes n, Rows rows, NormAffine affine, float floor, const T* grad, const T* x,
                           Sums* out) {
   using E = Elements<T>;
-  constexpr int kVectors = E::kVectors / 2;  // of two tensors
+  constexpr int kVectors = E::kVectors / 2;  // half as many, of each of two tensors
   const RowPart part = row_part<kTeam>(rows);
   Sums all{0, 0};
   if (part.number >= 0) {
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   store_block_sums<E::kCount>(n, pixels, part, all, out);
 }
 
-// Parts [outer][a][channels][b]. Of each (outer, channel) the total, a warp each. For batch norm (`last`)
-// also what follows from it: the parameters' gradients; and `totals` is times the weight.
+// Adds up parts [outer][a][channels][b], one warp per (outer, channel). For batch norm (`last`) it also
+// writes the parameters' gradients, and multiplies `totals` by the weight.
 struct FinishSums {
   int64_t channels, a, b, results;
   bool last;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   totals[k] = {static_cast<float>(weight * all.grad), static_cast<float>(weight * all.product)};
 }
 
-// Of each group of each image, a warp each: the totals of its channels, times their weights.
+// One warp per group of an image: the totals of its channels, times their weights.
 // Budget: 48 registers, 0 bytes of shared memory.
 __global__ void __launch_bounds__(kFinishThreads)
     group_sums_kernel(const Sums* totals, NormSizes n, const float* weight, Sums* groups) {
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (lane_index() == 0) groups[k] = {static_cast<float>(all.grad), static_cast<float>(all.product)};
 }
 
-// Of each channel, a warp each: the parameters' gradients, over the images.
+// One warp per channel: the parameters' gradients, over the images.
 // Budget: 48 registers, 0 bytes of shared memory.
 __global__ void __launch_bounds__(kFinishThreads)
     parameter_sums_kernel(const Sums* totals, NormSizes n, NormAffine affine, NormBackward call) {
@@ -183,7 +183,7 @@ Pixels sum_pixels(const NormShape& shape, bool aligned) {
 }
 
 struct Workspace {
-  int64_t parts, totals, groups;  // Sums of each
+  int64_t parts, totals, groups;  // how many Sums each takes
   int64_t floats() const { return 2 * (parts + totals + groups); }
 };
 

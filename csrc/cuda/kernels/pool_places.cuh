@@ -1,7 +1,7 @@
-// What the pools of max_pool.cu and avg_pool.cu share: which windows meet which elements. A thread takes an
-// output element forward, an input element backward, neighbours next to each other in memory. A block takes
-// kTile elements that follow each other; where its first one lies is found once by 64-bit divisions, the
-// others by 32-bit ones from there.
+// What max_pool.cu and avg_pool.cu share: which windows contain which elements. A thread takes output
+// elements forward, input elements backward; neighbouring threads take neighbours in memory. A block takes
+// kTile consecutive elements. The position of its first one is found by 64-bit divisions, the others from
+// there by 32-bit ones.
 #pragma once
 
 #include "cuda/kernels/elements.cuh"
@@ -11,7 +11,7 @@ namespace patchconv::kernels {
 
 constexpr int kTile = 1024;
 
-// Place of an element of a tensor (outer, depth, height, width, inner).
+// Position of an element in a tensor (outer, depth, height, width, inner).
 struct Place {
   int64_t outer;
   int depth, height, width, inner;
@@ -28,8 +28,8 @@ struct Sides {
   Size depth, height, width, inner;
 };
 
-// PoolDim with 32-bit numbers (the launch has checked that they suffice): 64-bit divisions are calls on a
-// GPU.
+// PoolDim with 32-bit numbers, which the launch has checked to be enough: on a GPU, a 64-bit division is a
+// function call.
 struct Dim {
   int in, out, adaptive, kernel, stride, padding, dilation;
 
@@ -56,8 +56,8 @@ struct Dims {
   int64_t inner;
 };
 
-// Divides `number`, below 2^52, and gives the remainder: a 64-bit division would be a call. The product is
-// off by one at most.
+// Divides `number`, below 2^52, and returns the remainder. A product with the inverse, which is off by at
+// most one, takes the place of a 64-bit division, which is a function call.
 PATCHCONV_DEVICE int divide(int64_t& number, const Size& by) {
   auto quotient = static_cast<int64_t>(static_cast<double>(number) * by.inverse);
   auto rest = static_cast<int>(number - quotient * by.n);
@@ -82,7 +82,7 @@ PATCHCONV_DEVICE Place place_of_first(int64_t element, const Sides& n) {
   return place;
 }
 
-// The place `step` elements further on; step and one inner line fit 32 bits together.
+// The place `step` elements further on; `step` plus one inner line must fit 32 bits.
 PATCHCONV_DEVICE Place moved(Place place, int step, const Sides& n) {
   const auto carry = [](int& digit, unsigned add, const Size& size) {
     const unsigned sum = static_cast<unsigned>(digit) + add;
@@ -107,7 +107,7 @@ PATCHCONV_DEVICE void each_element(const Sides& n, int64_t count, Use use) {
   }
 }
 
-// The outputs [begin, end) whose windows may meet coordinate i.
+// The outputs [begin, end) whose windows may contain coordinate i.
 struct Outputs {
   int begin, end;
 };

@@ -1,5 +1,5 @@
-// What launch functions have in common, without a CUDA header: the stream as a plain pointer, grids, errors
-// and number formats.
+// What launch functions share, without a CUDA header: the stream as a plain pointer, grids, errors and number
+// formats.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Grid {
 
 enum class Type { kFloat, kHalf, kBFloat16, kDouble };
 
-// Half precision is bits; arithmetic is in float.
+// Half precision is stored as bits; arithmetic is in float.
 struct Half {
   uint16_t bits;
 };

@@ -1,11 +1,11 @@
-// The two sums that gradients of norms are made of, over threads and over parts.
+// The two sums that the gradients of norms need, over threads and over parts.
 #pragma once
 
 #include "cuda/kernels/norm.cuh"
 
 namespace patchconv::kernels {
 
-// Over some elements: of the gradient of z, and of its product with x - mean.
+// Sums over some elements: of the gradient of z, and of its product with x - mean.
 struct Sums {
   float grad, product;
 };
@@ -16,7 +16,7 @@ PATCHCONV_DEVICE Sums from_lane(const Sums& mine, int distance) {
   return {shuffle_xor(mine.grad, distance), shuffle_xor(mine.product, distance)};
 }
 
-// Puts the sums of a block of pixels together, by halves, and stores them as part [image][chunk][channel].
+// Adds up the sums of a block of pixels by halves, and stores them as part [image][chunk][channel].
 template <int kCount>
 PATCHCONV_DEVICE void store_block_sums(const NormSizes& n, const Pixels& pixels, const PixelPart& part,
                                        Sums (&all)[kCount], Sums* out) {

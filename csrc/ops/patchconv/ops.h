@@ -1,10 +1,11 @@
-// The operators for C++ programs. Arguments are those of torch::conv2d and its kin, plus the padding mode and
-// the number of pieces (`splits`): nothing for automatic, one number for the first spatial dimension, or one
-// number a dimension. Gradients are recorded as for any operator of PyTorch.
+// The operators for C++ programs. Arguments are those of torch::conv2d and the other convolutions, plus the
+// padding mode and the number of pieces (`splits`): nothing for automatic, one number for the first spatial
+// dimension, or one per dimension. Gradients are recorded as for any operator of PyTorch.
 //
 // Input (N, C, [D,] [H,] W) or without N; weight (K, C/groups, ...) for convolutions and (C, K/groups, ...)
-// for transposed ones. `padding` takes one number, one a dimension, or (before, after) for each dimension.
-// Raises c10::ValueError or c10::TypeError naming operator, argument, what was expected and what came.
+// for transposed ones. `padding` takes one number, one per dimension, or (before, after) for each dimension.
+// Raises c10::ValueError or c10::TypeError; the message names the operator, the argument, what was expected
+// and what was given.
 #pragma once
 
 #include <ATen/core/Tensor.h>

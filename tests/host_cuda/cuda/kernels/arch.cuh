@@ -1,4 +1,4 @@
-// csrc/cuda/kernels/arch.cuh for a CPU: the same names, by plain C++ and the executor.
+// csrc/cuda/kernels/arch.cuh for a CPU: the same names, in plain C++ on top of the executor.
 #pragma once
 
 #include <bit>
@@ -35,9 +35,9 @@ PATCHCONV_DEVICE void warp_barrier() {
   const char nothing = 0;
   host_cuda::warp_exchange("a warp's barrier", &nothing, 1);
 }
-// What lane `from` brought to an exchange.
+// The value that lane `from` passed to an exchange.
 template <typename T>
-PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
+PATCHCONV_DEVICE T lane_value(const unsigned char* all, int from) {
   T value;
   std::memcpy(&value, all + sizeof(T) * static_cast<size_t>(from), sizeof(T));
   return value;
@@ -45,11 +45,11 @@ PATCHCONV_DEVICE T brought(const unsigned char* all, int from) {
 
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
-  return brought<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
 }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
-  return brought<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane % kWarp);
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane % kWarp);
 }
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
   const unsigned char* all = host_cuda::warp_exchange("a ballot", &vote, 1);
@@ -61,7 +61,7 @@ PATCHCONV_DEVICE uint32_t match_any(uint32_t value) {
   const unsigned char* all = host_cuda::warp_exchange("a match", &value, sizeof(value));
   uint32_t result = 0;
   for (int lane = 0; lane < kWarp; ++lane) {
-    result |= static_cast<uint32_t>(brought<uint32_t>(all, lane) == value) << lane;
+    result |= static_cast<uint32_t>(lane_value<uint32_t>(all, lane) == value) << lane;
   }
   return result;
 }
@@ -103,11 +103,11 @@ PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
           }
         }
       });
-  std::memcpy(to, brought<Mine>(all, lane_index()).to, sizeof(to));
+  std::memcpy(to, lane_value<Mine>(all, lane_index()).to, sizeof(to));
 }
 
-// a (16 x k) times b (k x 8) is added to c (16 x 8): each sum exact in float64, rounded once. Element turns a
-// register and the number of its part into a value.
+// c (16 x 8) += a (16 x k) b (k x 8): each sum is exact in float64 and rounded once. Element turns a register
+// and the number of its part into a value.
 template <int kDepth, typename Element>
 PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Mine {
@@ -115,7 +115,7 @@ PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], 
     float c[4];
   } mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}};
   const unsigned char* all = host_cuda::warp_exchange("mma", &mine, sizeof(mine), [](unsigned char* all) {
-    constexpr int kEach = kDepth / 8;  // numbers a register
+    constexpr int kEach = kDepth / 8;  // numbers per register
     auto* lanes = reinterpret_cast<Mine*>(all);
     float left[16][kDepth], right[8][kDepth];
     for (int lane = 0; lane < kWarp; ++lane) {
@@ -138,7 +138,7 @@ PATCHCONV_DEVICE void multiply_fragments(float (&c)[4], const uint32_t (&a)[4], 
       }
     }
   });
-  std::memcpy(c, brought<Mine>(all, lane_index()).c, sizeof(c));
+  std::memcpy(c, lane_value<Mine>(all, lane_index()).c, sizeof(c));
 }
 
 PATCHCONV_DEVICE float to_float(float x) { return x; }
@@ -157,7 +157,7 @@ template <>
 PATCHCONV_DEVICE float from_float<float>(float x) {
   return x;
 }
-// A NaN becomes the one that the device makes.
+// Every NaN becomes the one that the device gives.
 template <>
 PATCHCONV_DEVICE Half from_float<Half>(float x) {
   return {x != x ? uint16_t{0x7fff} : std::bit_cast<uint16_t>(static_cast<_Float16>(x))};
@@ -183,7 +183,7 @@ struct PartOf {
     return to_float(T{static_cast<uint16_t>(both >> (16 * part))});
   }
 };
-// The unit reads the upper 19 bits.
+// Tensor cores read the upper 19 bits.
 struct UpperBits {
   float operator()(uint32_t bits, int) const { return std::bit_cast<float>(bits & 0xffffe000u); }
 };
