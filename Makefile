@@ -12,10 +12,14 @@ PYTHON ?= python3
 BUILD_NEEDS := setuptools>=77 wheel ninja packaging numpy
 DEMO_NEEDS := pillow rich matplotlib scikit-image
 # kaleido 0.2.1 carries a browser of its own (80 MB): the page that a memory report writes is opened in it.
-TEST_NEEDS := pytest pytest-xdist hypothesis expecttest filelock kaleido==0.2.1 $(if $(shell command -v cmake),,cmake<4)
+TEST_NEEDS := pytest pytest-xdist pytest-timeout hypothesis expecttest filelock kaleido==0.2.1 $(if $(shell command -v cmake),,cmake<4)
 LINT_NEEDS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 BENCH_NEEDS := patch-conv diffusers
 MODEL_NEEDS := timm diffusers
+
+# Without a GPU in sight the demo needs no CUDA kernels. A CUDA build that is there is used as it is.
+CUDA_IN_SIGHT := $(wildcard /dev/nvidia0 /dev/dxg)$(shell grep -s '"cuda": "' patchconv_native/_build_info.json)
+DEMO_CUDA := $(or $(PATCHCONV_CUDA),$(if $(CUDA_IN_SIGHT),auto,0))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The environment. A stamp in it names what was installed, so that a change of the list installs again.
@@ -52,20 +56,25 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= $(shell [ $(CORES) -lt 4 ] && echo $(CORES) || echo 4)
 THREADS ?= $(shell expr $(CORES) / $(WORKERS))
 PYTEST_ARGS ?=
+RUN_TESTS = OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build wheel cpp kernels lint format bench models gpu clean distclean
+.PHONY: help demo test check build wheel cpp kernels lint format bench models gpu clean distclean
 
 help: ## this list
 	@echo 'make TARGET [TORCH="torch==X.Y.Z"] [VENV=path] [PATCHCONV_CUDA=auto|0|1]'
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
+demo: export PATCHCONV_CUDA := $(DEMO_CUDA)
 demo: build $(DEMO_STAMP) ## a large photograph, stock beside patchconv_native: demo.png, memory.png
 	$(PY) -m patchconv_native demo
 
-test: build $(TEST_STAMP) $(DEMO_STAMP) ## every test, the C++ ones too (PYTEST_ARGS, WORKERS)
-	OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: build $(TEST_STAMP) $(DEMO_STAMP) ## every kind of test, the C++ ones too (PYTEST_ARGS, WORKERS)
+	$(RUN_TESTS) $(PYTEST_ARGS)
+
+check: build $(TEST_STAMP) $(DEMO_STAMP) $(MODEL_STAMP) ## every test at full width, and every model family: hours
+	PATCHCONV_FULL_TESTS=1 PATCHCONV_ALL_MODELS=1 $(RUN_TESTS) $(PYTEST_ARGS)
 
 build: $(TORCH_STAMP) ## the extension, in place; recompiles what changed
 	$(PY) setup.py --quiet build_ext --inplace
@@ -102,7 +111,7 @@ bench: build $(DEMO_STAMP) $(BENCH_STAMP) ## time and memory beside stock PyTorc
 	$(PY) -m bench
 
 models: build $(TEST_STAMP) $(MODEL_STAMP) ## every model family of torchvision, timm and diffusers, converted against stock
-	PATCHCONV_ALL_MODELS=1 OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal tests/layers/test_models.py $(PYTEST_ARGS)
+	PATCHCONV_ALL_MODELS=1 $(RUN_TESTS) tests/layers/test_models.py $(PYTEST_ARGS)
 
 gpu: build $(DEMO_STAMP) $(TEST_STAMP) ## the checks and measurements that need a GPU
 	$(PY) -m bench.gpu

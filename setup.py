@@ -6,7 +6,10 @@ What was decided and why is printed in one line. What was built is written to _b
 package reads before it loads the library. A build serves one torch minor release and one CUDA major, so the
 wheel's version says which (0.1.0+pt214cu130) and its metadata pins it.
 
-Environment: PATCHCONV_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CC, CXX. Nothing is downloaded.
+Most of the time a C++ file takes is PyTorch's headers, so several files of a room are compiled as one (`joined`).
+PATCHCONV_JOIN=0 compiles each by itself, which is quicker where one file is changed again and again.
+
+Environment: PATCHCONV_CUDA, PATCHCONV_JOIN, CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CC, CXX. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -157,6 +160,26 @@ def extension() -> Any:
     return built
 
 
+JOINED_ROOMS = ("csrc/autograd", "csrc/ops", "csrc/tiled", "csrc/cuda")
+JOINED_FILES = 5
+
+
+def joined(sources: list[str], folder: Path) -> list[str]:
+    """`sources`, with the C++ files of some rooms replaced by files in `folder` that include several of them each."""
+    rooms = {room: [s for s in sources if s.endswith(".cpp") and str(Path(s).parent) == room] for room in JOINED_ROOMS}
+    result = [source for source in sources if source not in {s for files in rooms.values() for s in files}]
+    for room, files in rooms.items():
+        parts = -(-len(files) // JOINED_FILES)
+        for part in range(parts):
+            path = folder / f"{Path(room).name}_{part + 1}.cpp"
+            text = "".join(f'#include "{ROOT / file}"\n' for file in files[part::parts])
+            folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+            result.append(str(path.relative_to(ROOT)))
+    return result
+
+
 def compiler_name() -> str:
     command = os.environ.get("CXX", "c++").split()
     try:
@@ -188,6 +211,9 @@ class BuildExtension(cpp_extension.BuildExtension):
     def run(self) -> None:
         kind = f"CUDA build for {os.environ['TORCH_CUDA_ARCH_LIST']}" if toolkit else "CPU-only build"
         print(f"{NAME} {full_version}: {kind} ({decision.reason})", flush=True)
+        if os.environ.get("PATCHCONV_JOIN", "1") != "0":
+            for built in self.extensions:
+                built.sources = joined(built.sources, ROOT / self.build_temp / "joined")
         super().run()
         facts = {
             "version": full_version,

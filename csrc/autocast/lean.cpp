@@ -5,12 +5,12 @@
 #include <torch/library.h>
 
 #include "ops/handle.h"
+#include "ops/optional.h"
 
 namespace patchconv {
 
 using at::IntArrayRef;
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 Tensor autocast_to(at::ScalarType dtype, const Tensor& tensor, c10::DeviceType device) {
   const bool concerned = tensor.defined() && tensor.is_floating_point() &&

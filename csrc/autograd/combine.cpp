@@ -19,12 +19,12 @@
 #include "core/settings.h"
 #include "ops/combine.h"
 #include "ops/handle.h"
+#include "ops/optional.h"
 
 namespace patchconv {
 
 using at::Scalar;
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace {
 
@@ -90,7 +90,7 @@ Tensor cat(at::TensorList tensors, int64_t dim) {
 // ---------------------------------------------------------------------------------------------------------
 
 // Sums and products of two tensors of the same dtype and device, broadcast to each other.
-bool use_lean_node(const Tensor& a, const Tensor& b) {
+bool use_combine_node(const Tensor& a, const Tensor& b) {
   return needs_node(a, b) && served(a) && served(b) && a.scalar_type() == b.scalar_type() &&
          a.device() == b.device() && !has_tangent(a) && !has_tangent(b);
 }
@@ -136,7 +136,7 @@ auto add_node(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!use_lean_node(a, b)) return at::add(a, b, alpha);
+  if (!use_combine_node(a, b)) return at::add(a, b, alpha);
   const auto node = add_node(a, b, alpha);
   Tensor y;
   {
@@ -149,7 +149,7 @@ Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha) {
 }
 
 Tensor& add_(Tensor& a, const Tensor& b, const Scalar& alpha) {
-  if (!use_lean_node(a, b) || a.is_view()) return a.add_(b, alpha);
+  if (!use_combine_node(a, b) || a.is_view()) return a.add_(b, alpha);
   torch::autograd::check_inplace(a, /*requires_grad=*/true);
   const auto node = add_node(a, b, alpha);
   {
@@ -185,7 +185,7 @@ class AddReluBackward final : public LeanNode {
 };
 
 Tensor add_relu(const Tensor& a, const Tensor& b) {
-  if (!use_lean_node(a, b) || a.sym_sizes() != b.sym_sizes()) {
+  if (!use_combine_node(a, b) || a.sym_sizes() != b.sym_sizes()) {
     static const auto sum = handle<Tensor(const Tensor&, const Tensor&, const Scalar&)>("add");
     static const auto relu = handle<Tensor(const Tensor&)>("relu");
     return relu.call(sum.call(a, b, 1));
@@ -225,7 +225,7 @@ class MulBackward final : public LeanNode {
 };
 
 Tensor mul(const Tensor& a, const Tensor& b) {
-  if (!use_lean_node(a, b)) return at::mul(a, b);
+  if (!use_combine_node(a, b)) return at::mul(a, b);
   const auto node = make_node<MulBackward>(a, b);
   auto take = [](Source& source, const Tensor& tensor, bool needed) {
     if (needed) {
@@ -306,7 +306,7 @@ class LinearBackward final : public LeanNode {
 };
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  const bool has_bias = bias.has_value() && bias->defined();
+  const bool has_bias = given(bias);
   auto fits = [&](const Tensor& tensor) { return served(tensor) && tensor.scalar_type() == x.scalar_type(); };
   if (!needs_node(x, weight, bias) || !served(x) || !fits(weight) || (has_bias && !fits(*bias)) ||
       x.dim() < 2 || weight.dim() != 2 || x.size(-1) != weight.size(1) || x.numel() == 0 ||
@@ -352,7 +352,7 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("linear", &linear);
 }
 
-void stock(torch::Library& m) {
+void stock_combine(torch::Library& m) {
   m.impl("cat", &stock_cat);
   m.impl("add", &stock_add);
   m.impl("add_", &stock_add_);
@@ -361,8 +361,8 @@ void stock(torch::Library& m) {
   m.impl("cast", &stock_cast);
   m.impl("linear", &stock_linear);
 }
-TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_combine(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_combine(m); }
 
 }  // namespace
 

@@ -138,7 +138,7 @@ thread_local const Tensor* given_output = nullptr;
 struct ConvBackward : torch::autograd::Function<ConvBackward> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias, const ConvSpec& spec) {
-    const Tensor* given = std::exchange(given_output, nullptr);
+    const Tensor* computed = std::exchange(given_output, nullptr);
     ctx->set_materialize_grads(false);
     const auto link = weight.requires_grad() ? Link::find(input) : std::nullopt;
     if (link) save_link(ctx, *link);
@@ -147,10 +147,10 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     ctx->save_for_backward({save_input ? input : Tensor(), save_weight ? weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
-    const bool has_bias = bias.has_value() && bias->defined();
+    const bool has_bias = given(bias);
     StoredSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
                                     static_cast<int64_t>(backend()) << 2);
-    if (given != nullptr) return *given;
+    if (computed != nullptr) return *computed;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
   }
@@ -173,8 +173,8 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
 // Flags of a double backward: which gradients were asked for (bits 0 to 2), which tensors were given (3 and
 // 4).
 int64_t flags(const std::array<bool, 3>& mask, const OptionalTensor& input, const OptionalTensor& weight) {
-  const bool has_input = input.has_value() && input->defined();
-  const bool has_weight = weight.has_value() && weight->defined();
+  const bool has_input = given(input);
+  const bool has_weight = given(weight);
   return mask[0] | mask[1] << 1 | mask[2] << 2 | has_input << 3 | has_weight << 4;
 }
 

@@ -21,7 +21,7 @@ using at::Tensor;
 
 namespace {
 
-bool use_lean_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
+bool use_norm_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   return needs_node(input, weight, bias) && served(input) && !has_tangent(input) && !has_tangent(weight) &&
          !has_tangent(bias);
 }
@@ -32,8 +32,8 @@ class NormNode : public LeanNode {
   using LeanNode::LeanNode;
 
   void keep_affine(const OptionalTensor& w, const OptionalTensor& b) {
-    has_weight_ = w.has_value() && w->defined();
-    has_bias_ = b.has_value() && b->defined();
+    has_weight_ = given(w);
+    has_bias_ = given(b);
     if (has_weight_) weight.keep(*w);
     if (has_bias_) {
       bias.keep(*b);
@@ -210,7 +210,7 @@ Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
                             kActivation);
   }
   const bool recorded = needs_node(input, weight, bias);
-  const bool keeps_input = training || (weight.has_value() && weight->defined() && weight->requires_grad());
+  const bool keeps_input = training || (given(weight) && weight->requires_grad());
   BatchNormed all;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -275,7 +275,7 @@ Tensor group_norm(const Tensor& input, int64_t groups, const OptionalTensor& wei
   const auto fits = [&](const OptionalTensor& parameter) {
     return !parameter.has_value() || !parameter->defined() || parameter->numel() == input.size(1);
   };
-  if (!use_lean_node(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
+  if (!use_norm_node(input, weight, bias) || input.dim() < 2 || groups < 1 || input.size(1) % groups != 0 ||
       !fits(weight) || !fits(bias) || input.numel() == 0)
     return stock_activation(at::group_norm(input, groups, weight, bias, eps), kActivation);
   const auto node = norm_node<GroupNormBackward>(input, weight, bias);
@@ -322,7 +322,7 @@ class LayerNormBackward final : public NormNode {
 
 Tensor layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  if (!use_lean_node(input, weight, bias) || input.numel() == 0)
+  if (!use_norm_node(input, weight, bias) || input.numel() == 0)
     return at::layer_norm_symint(input, shape, weight, bias, eps);
   Tensor y, mean, rstd;
   {
@@ -362,7 +362,7 @@ class RmsNormBackward final : public NormNode {
 
 Tensor rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                 std::optional<double> eps) {
-  if (!use_lean_node(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
+  if (!use_norm_node(input, weight, std::nullopt)) return at::rms_norm_symint(input, shape, weight, eps);
   Tensor y;
   {
     const at::NoGradGuard no_grad;

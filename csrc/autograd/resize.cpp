@@ -161,12 +161,12 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("pad", &pad);
 }
 
-void stock(torch::Library& m) {
+void stock_resize(torch::Library& m) {
   m.impl("upsample", &stock_upsample);
   m.impl("pad", &stock_pad);
 }
-TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_resize(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_resize(m); }
 
 }  // namespace
 

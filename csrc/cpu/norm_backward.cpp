@@ -216,7 +216,7 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     using Acc = at::opmath_type<scalar_t>;
     using Number = Exact<scalar_t>;
     const auto numbers = [](const OptionalTensor& tensor) {
-      return tensor.has_value() && tensor->defined() ? tensor->to(at::kDouble).contiguous() : Tensor();
+      return given(tensor) ? tensor->to(at::kDouble).contiguous() : Tensor();
     };
     const Tensor w = numbers(weight), b = numbers(bias), m = numbers(mean);
     const Tensor inverse = var.to(at::kDouble).add(eps).rsqrt_();

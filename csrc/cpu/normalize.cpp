@@ -253,7 +253,7 @@ Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
     using Number = Exact<scalar_t>;
     std::vector<Number> scale(c), shift(c);
     auto numbers = [&](const std::optional<Tensor>& tensor) {
-      return tensor.has_value() && tensor->defined() ? tensor->contiguous() : Tensor();
+      return given(tensor) ? tensor->contiguous() : Tensor();
     };
     const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous();
     const auto* inverse = invstd.const_data_ptr<double>();

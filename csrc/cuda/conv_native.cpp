@@ -11,6 +11,7 @@
 #include "core/settings.h"
 #include "cuda/kernel_call.h"
 #include "cuda/kernels/conv.h"
+#include "ops/optional.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -293,7 +294,7 @@ bool native_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const 
 void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& source, const Tensor& bits,
                      const Tensor& weight, const Epilogue& epilogue, const Tensor& target) {
   const auto dense = [&](const std::optional<Tensor>& vector, at::ScalarType dtype) {
-    return vector.has_value() && vector->defined() ? vector->to(dtype).contiguous() : Tensor();
+    return given(vector) ? vector->to(dtype).contiguous() : Tensor();
   };
   const Tensor bias = dense(epilogue.bias, target.scalar_type());
   const Tensor scale =

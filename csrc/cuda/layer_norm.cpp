@@ -20,8 +20,6 @@ namespace {
 
 using Parts = std::tuple<Tensor, Tensor, Tensor>;
 
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // In float32 and contiguous; undefined if the tensor is not given.
 Tensor floats(const OptionalTensor& tensor, at::Device device) {
   if (!given(tensor)) return Tensor();

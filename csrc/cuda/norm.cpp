@@ -77,7 +77,7 @@ bool movable(const OptionalTensor& running) {
 }
 
 float* data_of(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() ? tensor->mutable_data_ptr<float>() : nullptr;
+  return given(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
 
 // `inverse`: var is 1 / sqrt(var + eps).

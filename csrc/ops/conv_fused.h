@@ -6,8 +6,6 @@
 
 namespace patchconv {
 
-inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // The arguments that a plain convolution does not have. Non-owning, like ConvSpec.
 struct FusedParts {
   const OptionalTensor& scale;     // (K)

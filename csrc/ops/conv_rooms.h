@@ -14,10 +14,9 @@
 #include <string_view>
 
 #include "ops/conv_spec.h"
+#include "ops/optional.h"
 
 namespace patchconv {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // Specs from the arguments of a convolution and of a transposed one.
 inline ConvSpec conv_spec(int dims, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,

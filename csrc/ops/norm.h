@@ -9,10 +9,9 @@
 #include <tuple>
 
 #include "core/norm.h"
+#include "ops/optional.h"
 
 namespace patchconv {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 // ---------------------------------------------------------------------------------------------------------
 // By channel, over all images. Statistics are (C), in float32 for half precision.

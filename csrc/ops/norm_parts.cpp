@@ -35,8 +35,6 @@ at::ScalarType statistics_type(const Tensor& input) {
   return at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
 }
 
-bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // The gradient of z, which make(activation) computes again.
 template <typename Make>
 Tensor before_activation(const Tensor& grad, int64_t activation, Make make) {

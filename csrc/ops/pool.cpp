@@ -190,7 +190,7 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
                                  IntArrayRef, IntArrayRef) { return at::empty_like(offsets, at::kLong); });
 }
 
-void stock(torch::Library& m) {
+void stock_pools(torch::Library& m) {
   m.impl("max_pool1d", TORCH_FN(at::max_pool1d));
   m.impl("max_pool2d", TORCH_FN(at::max_pool2d));
   m.impl("max_pool3d", TORCH_FN(at::max_pool3d));
@@ -209,8 +209,8 @@ void stock(torch::Library& m) {
   m.impl("adaptive_avg_pool3d",
          [](const Tensor& x, IntArrayRef size) { return at::adaptive_avg_pool3d(x, size); });
 }
-TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock(m); }
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock(m); }
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_pools(m); }
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_pools(m); }
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "ops/activation.h"
+#include "ops/optional.h"
 #include "tiled/passes.h"
 #include "tiled/retry.h"
 
@@ -17,7 +18,6 @@ namespace patchconv {
 
 using at::Tensor;
 using c10::irange;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace {
 
@@ -34,7 +34,7 @@ Tensor compute_grid(const ConvEngine& engine, const ConvProblem& problem, ConvPa
   const TensorFacts facts = tensor_facts(problem, source, weight);
   if (source.numel() == 0 || std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) {
     Tensor result = allocate(sizes, source, facts.format).zero_();
-    if (bias.has_value() && bias->defined()) result.add_(bias_shaped(*bias, result.dim()));
+    if (given(bias)) result.add_(bias_shaped(*bias, result.dim()));
     return result;
   }
   if (engine.native_kernel(problem, pass, facts.dtype, facts.format)) {
@@ -122,8 +122,8 @@ ConvGrads gradients(const ConvEngine& engine, const ConvSpec& spec, const ConvPa
                     const OptionalTensor& input, const OptionalTensor& weight,
                     std::array<bool, 3> output_mask, const Tensor& bits) {
   const Tensor grad = lift(grad_output);
-  const Tensor in = input.has_value() && input->defined() ? lift(*input) : Tensor();
-  const Tensor w = weight.has_value() && weight->defined() ? lift.weight(*weight) : Tensor();
+  const Tensor in = given(input) ? lift(*input) : Tensor();
+  const Tensor w = given(weight) ? lift.weight(*weight) : Tensor();
   const ConvPass input_pass = spec.transposed ? ConvPass::kSmall : ConvPass::kBig;
   const Tensor& big = spec.transposed ? grad : in;
   const Tensor& small = spec.transposed ? in : grad;

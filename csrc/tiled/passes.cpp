@@ -10,11 +10,12 @@
 
 #include <algorithm>
 
+#include "ops/optional.h"
+
 namespace patchconv {
 
 using at::Tensor;
 using c10::irange;
-using OptionalTensor = std::optional<Tensor>;
 
 namespace {
 
@@ -173,8 +174,7 @@ Tensor gather_tile(const ConvProblem& problem, const Region& region, int64_t cha
 
 OptionalTensor cast(const OptionalTensor& tensor, at::ScalarType dtype) {
   // Dense, since oneDNN ignores the stride of a vector.
-  return tensor.has_value() && tensor->defined() ? OptionalTensor(tensor->to(dtype).contiguous())
-                                                 : std::nullopt;
+  return given(tensor) ? OptionalTensor(tensor->to(dtype).contiguous()) : std::nullopt;
 }
 
 }  // namespace
