@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from ..settings import parse_bytes
+from .._bytes import parse_bytes
 from . import models
 from .shown import Failed, Mistake, line, near
 

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from html import escape
 
+from .._bytes import byte_unit, format_bytes
 from . import words
 from .records import Stretch, Trace
-from .words import Node, size
+from .words import Node
 
 COLOURS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00")
 """Of modules side by side: Paul Tol's light scheme, told apart by the colour-blind and made for dark text on it."""
@@ -18,14 +19,6 @@ LANES = 4
 """Levels of modules below the curve."""
 BANDS = 2500
 """Stays drawn in them: the longest."""
-
-
-def unit(most: float) -> tuple[int, str]:
-    """The unit of an axis up to `most` bytes."""
-    for value, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if most >= value:
-            return value, name
-    return 1, "B"
 
 
 def ticks(first: float, last: float, about: int) -> list[float]:
@@ -97,7 +90,7 @@ class Chart:
 
     def svg(self) -> str:
         """The picture; texts in it are escaped."""
-        name = f"memory over the step, highest {size(self.trace.peak.bytes)}"
+        name = f"memory over the step, highest {format_bytes(self.trace.peak.bytes)}"
         parts = [*self._phases(), *self._axes(), *self._line(), *self._lanes(), *self._peak()]
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" tabindex="0" aria-label="{escape(name)}">'
@@ -124,7 +117,7 @@ class Chart:
 
     def _axes(self) -> list[str]:
         parts = []
-        scale, name = unit(self.most)
+        scale, name = byte_unit(self.most)
         for tick in ticks(0, self.most / scale, 6):
             y = self.y(tick * scale)
             parts.append(f'<line class="grid" x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -172,7 +165,7 @@ class Chart:
             y = self.bottom + 10 + band.lane * self.lane
             width = max(right - left - 0.6, 0.6)
             kind = "band again" if band.stay.phase == "recompute" else "band"
-            said = f"{band.name or '(model)'}, {band.stay.phase}, peak {size(band.stay.peak)}"
+            said = f"{band.name or '(model)'}, {band.stay.phase}, peak {format_bytes(band.stay.peak)}"
             parts.append(
                 f'<rect class="{kind}" x="{left:.1f}" y="{y}" width="{width:.1f}" height="{self.lane - 2}" '
                 f'fill="{COLOURS[band.colour]}" fill-opacity="{1 - 0.18 * band.lane:.2f}">'
@@ -195,5 +188,5 @@ class Chart:
         return [
             f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>',
             f'<text class="peak" text-anchor="{side}" x="{x:.1f}" y="{y - 11:.1f}">'
-            f'peak {size(peak.bytes)}<tspan class="where">  {escape(text)}</tspan></text>',
+            f'peak {format_bytes(peak.bytes)}<tspan class="where">  {escape(text)}</tspan></text>',
         ]

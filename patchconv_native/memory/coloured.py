@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .._bytes import format_bytes
 from . import words
-from .words import size
 
 if TYPE_CHECKING:
     from .report import MemoryReport
@@ -77,4 +77,4 @@ def _shaded(count: int | None, most: int) -> Text:
     if count is None:
         return Text("")
     share = count / most if most else 0
-    return Text(size(count), style=SHADES[(share > 0) + (share > 0.5) + (share > 0.9)])
+    return Text(format_bytes(count), style=SHADES[(share > 0) + (share > 0.5) + (share > 0.9)])

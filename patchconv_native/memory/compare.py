@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._bytes import format_bytes
 from . import words
 from .report import MemoryReport, _cell
-from .words import size
 
 COLUMNS = ("run", "peak", "of first", "saved", "of first", "before the step", "peak at")
 
@@ -26,12 +26,12 @@ class Comparison:
         first = runs[0][1]
         rows: list[tuple[str, ...]] = []
         for name, report in runs:
-            peak = size(report.peak) if report.finished else f"over {size(report.peak)}"
-            saved = size(report.saved) if report.finished else f"over {size(report.saved)}"
+            peak = format_bytes(report.peak) if report.finished else f"over {format_bytes(report.peak)}"
+            saved = format_bytes(report.saved) if report.finished else f"over {format_bytes(report.saved)}"
             whole = report.finished and first.finished
             ratios = (_ratio(report.peak, first.peak, whole), _ratio(report.saved, first.saved, whole))
             at = words.where(report.trace.peak) + ("" if report.finished else " (not finished)")
-            rows.append((name, peak, ratios[0], saved, ratios[1], size(report.static), at))
+            rows.append((name, peak, ratios[0], saved, ratios[1], format_bytes(report.static), at))
         return rows
 
     def __str__(self) -> str:

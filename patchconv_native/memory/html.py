@@ -8,10 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._bytes import format_bytes
 from . import words
 from .chart import Chart
 from .records import PHASES, ModuleFacts, Trace
-from .words import Node, size
+from .words import Node
 
 if TYPE_CHECKING:
     from .report import MemoryReport
@@ -109,13 +110,13 @@ def _said(trace: Trace) -> str:
 def _cards(report: MemoryReport) -> str:
     trace = report.trace
     cards = [
-        ("peak", size(report.peak), f"{words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"),
-        ("saved for backward", size(report.saved), _share(report.saved, report.peak)),
-        ("parameters", size(report.parameters), _share(report.parameters, report.peak)),
-        ("before the step", size(report.static), ", ".join(words.kinds(trace.static))),
+        ("peak", format_bytes(report.peak), f"{words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"),
+        ("saved for backward", format_bytes(report.saved), _share(report.saved, report.peak)),
+        ("parameters", format_bytes(report.parameters), _share(report.parameters, report.peak)),
+        ("before the step", format_bytes(report.static), ", ".join(words.kinds(trace.static))),
     ]
     if trace.after:
-        cards.append(("after the step", size(sum(trace.after.values())), ", ".join(words.kinds(trace.after))))
+        cards.append(("after the step", format_bytes(sum(trace.after.values())), ", ".join(words.kinds(trace.after))))
     length = f"{trace.duration:,.0f} operators" if trace.clock == "operators" else words.moment(trace, trace.duration)
     cards.append(("length", length, f"{len(trace.modules):,} modules"))
     shown = "".join(
@@ -134,7 +135,7 @@ def _number(count: int | None, most: int, text: str | None = None) -> str:
     if count is None:
         return '<td data-v="-1"></td>'
     bar = f' style="--w:{100 * count / most:.3g}"' if most and count > 0 else ""
-    return f'<td data-v="{count}"{bar}>{size(count) if text is None else text}</td>'
+    return f'<td data-v="{count}"{bar}>{format_bytes(count) if text is None else text}</td>'
 
 
 def _values(facts: ModuleFacts) -> tuple[int | None, ...]:
@@ -196,7 +197,7 @@ def _held(trace: Trace) -> str:
         rows.append(
             f'<tr class="rest"><th scope="row">{count:,} more</th><td></td><td></td>{_number(rest, 0)}<td></td></tr>'
         )
-    lead = f"{size(trace.peak.bytes)} at {words.moment(trace, trace.peak.time)}, by who allocated it."
+    lead = f"{format_bytes(trace.peak.bytes)} at {words.moment(trace, trace.peak.time)}, by who allocated it."
     heads = ("module", "operator", "phase", "bytes", "tensors")
     return _table("Alive at the peak", lead, heads, rows, "held")
 
@@ -211,7 +212,7 @@ def _operators(trace: Trace) -> str:
     if rest := ordered[OPERATORS:]:
         ordered = [*ordered[:OPERATORS], (f"{len(rest):,} more", sum(count for _, count in rest))]
     rows = [f'<tr><th scope="row">{escape(name)}</th>{_number(count, ordered[0][1])}</tr>' for name, count in ordered]
-    lead = f"{size(trace.saved)} kept for backward, by the operator that saved it."
+    lead = f"{format_bytes(trace.saved)} kept for backward, by the operator that saved it."
     return _table("Saved, by operator", lead, ("operator", "bytes"), rows, "operators")
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._bytes import byte_unit, format_bytes
 from . import words
-from .chart import COLOURS, bands, unit
-from .words import size
+from .chart import COLOURS, bands
 
 if TYPE_CHECKING:
     from .report import MemoryReport
@@ -62,7 +62,7 @@ def _bytes_axis(axis: Any, most: float) -> None:
     """Ticks of an axis of bytes in one unit, at round numbers of it."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    scale, name = unit(most)
+    scale, name = byte_unit(most)
 
     class InUnit(MaxNLocator):
         def tick_values(self, vmin: float, vmax: float) -> Any:
@@ -146,7 +146,7 @@ def _mark_static(axes: Any, report: MemoryReport, last: float) -> None:
         clear = report.static > 0.07 * report.peak  # of the axis below
         axes.axhline(report.static, color=DIM, linestyle="--", linewidth=1)
         axes.annotate(
-            f"before the step {size(report.static)}",
+            f"before the step {format_bytes(report.static)}",
             (last, report.static),
             xytext=(-5, -4 if clear else 3),
             textcoords="offset points",
@@ -164,7 +164,7 @@ def _mark_peak(axes: Any, report: MemoryReport, last: float) -> None:
     share = peak.time / last
     axes.plot(peak.time, peak.bytes, "o", color=PEAK, markersize=6, clip_on=False, zorder=5)
     axes.annotate(
-        f"peak {size(peak.bytes)}: {_plain(words.where(peak), 80)}",
+        f"peak {format_bytes(peak.bytes)}: {_plain(words.where(peak), 80)}",
         (peak.time, peak.bytes),
         xytext=(0, 8),
         textcoords="offset points",
@@ -236,7 +236,9 @@ def plot_saved(report: MemoryReport, path: str | Path | None = None) -> Any:
                 colour = RUNS[operators.index(operator)] if operator in operators else OTHER
                 drawn[operator] = axes.barh(row, count, left=left, height=0.72, color=colour)
                 left += count
-        axes.text(total + 0.008 * most, row, size(total), va="center", fontsize=8.5, color=DARK, path_effects=_halo())
+        axes.text(
+            total + 0.008 * most, row, format_bytes(total), va="center", fontsize=8.5, color=DARK, path_effects=_halo()
+        )
     axes.set_yticks(range(len(rows)), [_plain(name, 48) for name, *_ in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.12 * most)
@@ -245,7 +247,9 @@ def plot_saved(report: MemoryReport, path: str | Path | None = None) -> Any:
     axes.grid(axis="x", alpha=0.3, linewidth=0.8)
     axes.set_axisbelow(True)
     title = _plain(report.trace.title or "one step", 60)
-    axes.set_title(f"Kept for backward, {size(report.saved)} in all: {title}", loc="left", weight="bold", fontsize=11)
+    axes.set_title(
+        f"Kept for backward, {format_bytes(report.saved)} in all: {title}", loc="left", weight="bold", fontsize=11
+    )
     _legend(figure, drawn, ncols=3, fontsize=9)
     return _save(figure, path)
 
@@ -269,7 +273,7 @@ def plot_runs(runs: Mapping[str, MemoryReport], path: str | Path | None = None) 
         for row, count in enumerate((report.peak, report.saved)):
             at = row * (len(runs) + 0.9) + index
             bars.barh(at, count, height=0.8, color=colour)
-            text = size(count) + ("" if report.finished else ", not finished")
+            text = format_bytes(count) + ("" if report.finished else ", not finished")
             bars.text(count + 0.02 * most, at, text, va="center", fontsize=9, color=DARK)
     if len(clocks) == 1:
         _time_axis(axes, clocks == {"operators"}, last)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..settings import parse_bytes
+from .._bytes import format_bytes, parse_bytes
 from . import words
 from .records import Held, ModuleFacts, Peak, Stretch, Trace
-from .words import Node, size
+from .words import Node
 
 FORMAT = "patchconv_native memory trace"
 VERSION = 1
@@ -89,7 +89,7 @@ class MemoryReport:
         raise KeyError(f"the trace has no module {name!r}")
 
     def __repr__(self) -> str:
-        return f"<MemoryReport: {self.trace.title}, peak {size(self.peak)}>"
+        return f"<MemoryReport: {self.trace.title}, peak {format_bytes(self.peak)}>"
 
     def __str__(self) -> str:
         return self.text()
@@ -105,7 +105,7 @@ class MemoryReport:
             return "\n".join(lines)
         chosen = _depth(trees) if depth is None else depth
         nodes = [node for tree in trees for node in tree.walk(chosen)]
-        cells = [[size(count) if count is not None else "" for count in numbers(node.facts)] for node in nodes]
+        cells = [[format_bytes(count) if count is not None else "" for count in numbers(node.facts)] for node in nodes]
         widths = [max(len(title), *(len(row[i]) for row in cells)) for i, title in enumerate(COLUMNS)]
         left = max(12, width - sum(widths) - 2 * len(widths))
         kinds = min(max(len("type"), *(len(node.facts.type) for node in nodes)), left // 3)
@@ -130,21 +130,21 @@ class MemoryReport:
         if trace.error:
             yield f"not finished: {trace.error.strip().partition(chr(10))[0]}"
             yield "what follows is as far as it came"
-        yield f"peak    {size(self.peak)} at {words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"
-        yield f"saved   {size(trace.saved)} for backward"
+        yield f"peak    {format_bytes(self.peak)} at {words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"
+        yield f"saved   {format_bytes(trace.saved)} for backward"
         for name, table in (("before", trace.static), ("after", trace.after)):
             if any(table.values()):
-                listed = ", ".join(f"{kind} {size(table[kind])}" for kind in words.kinds(table))
-                yield f"{name:<8}{size(sum(table.values()))}: {listed}"
+                listed = ", ".join(f"{kind} {format_bytes(table[kind])}" for kind in words.kinds(table))
+                yield f"{name:<8}{format_bytes(sum(table.values()))}: {listed}"
         shown, rest, count = words.grouped(trace.peak.held, 8)
         if shown:
             yield "alive at the peak:"
         for one in shown:
             times = f" ({one.count} tensors)" if one.count > 1 else ""
             by = ", ".join(word for word in (one.operator, one.phase) if word)
-            yield f"  {size(one.bytes):>9}  {one.module or words.OUTSIDE}: {by}{times}"
+            yield f"  {format_bytes(one.bytes):>9}  {one.module or words.OUTSIDE}: {by}{times}"
         if count:
-            yield f"  {size(rest):>9}  in {count:,} more rows"
+            yield f"  {format_bytes(rest):>9}  in {count:,} more rows"
         for note in trace.notes:
             yield f"note: {' '.join(note.split())}"
 
@@ -216,7 +216,7 @@ class MemoryReport:
         lines = [f"**{_cell(head[0])}**", "", *(f"- {_cell(line.strip())}" for line in head[1:]), ""]
         lines += ["| module | type | " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * len(COLUMNS)]
         for node in (node for tree in words.forest(self.trace) for node in tree.walk(depth)):
-            row = " | ".join(size(count) if count is not None else "" for count in numbers(node.facts))
+            row = " | ".join(format_bytes(count) if count is not None else "" for count in numbers(node.facts))
             lines.append(f"| {'&emsp;' * node.depth}{_cell(node.label)} | {_cell(node.facts.type)} | {row} |")
         text = "\n".join(lines) + "\n"
         if path is not None:

@@ -13,15 +13,6 @@ OUTSIDE = "(model or step)"
 """Code of the model itself or of the step around it: both have no name."""
 
 
-def size(count: float) -> str:
-    """Bytes for a reader: three digits and a unit."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(count) >= 0.9995 * unit:
-            value = count / unit
-            return f"{value:.3g} {name}" if abs(value) < 999.5 else f"{value:.0f} {name}"
-    return f"{count:.0f} B"
-
-
 def moment(trace: Trace, time: float) -> str:
     """A time on the trace's clock."""
     if trace.clock == "operators":

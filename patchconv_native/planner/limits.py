@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._bytes import format_bytes
 from ..memory.trace import Loss, trace
-from ..memory.words import size
 from .plans import Frontier, asked, budget_of, plan
 from .search import MARGIN, Question
 from .strategy import Strategy
@@ -68,7 +68,7 @@ def _answer(
         for count in (first, max(first, found)):
             found = max(found, largest(_least(model, scaled(count), options)))
     if found == 0:
-        raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {size(wanted)}")
+        raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {format_bytes(wanted)}")
     return found
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._bytes import MIB, format_bytes, parse_bytes
 from ..memory.trace import Loss, device_of
-from ..memory.words import size
-from ..settings import parse_bytes
 from .search import MARGIN, Candidate, Question, stages
 from .strategy import Strategy, described, remember, taken_off
 
@@ -48,10 +47,10 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.device}, {'training step' if self.train else 'forward pass'})"]
         if self.budget is not None:
-            lines.append(f"budget  {size(self.budget)}")
+            lines.append(f"budget  {format_bytes(self.budget)}")
         lines += [
-            f"peak    {size(self.peak)} predicted, {size(self.needs)} with a margin of {self.margin:.0%}; "
-            f"as it is: {size(self.stock_peak)}",
+            f"peak    {format_bytes(self.peak)} predicted, {format_bytes(self.needs)} with a margin of "
+            f"{self.margin:.0%}; as it is: {format_bytes(self.stock_peak)}",
             f"time    {self.extra_time:+.0%} estimated",
             f"do      {self.strategy}",
         ]
@@ -106,7 +105,7 @@ class Frontier:
 
     def __str__(self) -> str:
         rows = [("peak", "time", "do")]
-        rows += [(size(plan.peak), f"{1 + plan.extra_time:.2f}", str(plan.strategy)) for plan in self.plans]
+        rows += [(format_bytes(plan.peak), f"{1 + plan.extra_time:.2f}", str(plan.strategy)) for plan in self.plans]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{peak:>{wide[0]}}  {time:>{wide[1]}}  {text}" for peak, time, text in rows)
 
@@ -116,10 +115,8 @@ class Frontier:
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        axes.plot(
-            [c.time for c in self.tried], [c.peak / 2**20 for c in self.tried], "o", color="#999999", label="tried"
-        )
-        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak / 2**20 for plan in self.plans]
+        axes.plot([c.time for c in self.tried], [c.peak / MIB for c in self.tried], "o", color="#999999", label="tried")
+        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak / MIB for plan in self.plans]
         axes.step(times, peaks, where="post", color="#0072b2")
         axes.plot(times, peaks, "o", color="#0072b2", label="frontier")
         axes.set_xlabel("estimated time of a step (the model as it is: 1)")
@@ -207,8 +204,8 @@ def plan(
     if not fit:
         least = made(min(question.tried, key=lambda one: one.peak))
         raise BudgetError(
-            f"plan: no plan fits into {size(wanted)} ({wanted} bytes): the least that would do is {size(least.needs)} "
-            f"({least.needs} bytes: {least.strategy})",
+            f"plan: no plan fits into {format_bytes(wanted)} ({wanted} bytes): the least that would do is "
+            f"{format_bytes(least.needs)} ({least.needs} bytes: {least.strategy})",
             least.needs,
             least,
         )

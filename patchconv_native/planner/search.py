@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._bytes import MIB
 from ..explain import explain
 from ..memory import fake as fakes
 from ..memory.report import MemoryReport
@@ -29,7 +30,7 @@ HALF_FASTER = 2.0  # operations in half precision
 LINK = 40.0  # bytes that a GPU moves in the time in which one goes to the host
 # By how much a prediction may be too small: a plan keeps that much below its budget.
 MARGIN = {"cpu": 0.03, "cuda": 0.10}
-SMALLER_WORKSPACES = (8 * 2**20, 2**20)
+SMALLER_WORKSPACES = (8 * MIB, MIB)
 
 
 @dataclass(frozen=True)

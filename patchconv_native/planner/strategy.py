@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._bytes import format_bytes
 from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
-from ..memory.words import size
 from ..modules import Split
 
 
@@ -162,11 +162,13 @@ def described(strategy: Strategy, bytes_: dict[str, int]) -> list[str]:
     lines = []
     if strategy.convert:
         what = "layers and functional code" if strategy.functional else "layers"
-        lines.append(f"convert: {what} keep less for backward ({size(bytes_.get('convert', 0))} less at the peak)")
+        lines.append(
+            f"convert: {what} keep less for backward ({format_bytes(bytes_.get('convert', 0))} less at the peak)"
+        )
     for name, entries in strategy.splits.items():
         lines.append(f"splits {' x '.join(map(str, entries))}: {name}: a smaller workspace")
     for name in strategy.checkpoints:
-        lines.append(f"checkpoint: {name}: saves {size(bytes_.get(name, 0))}, and runs again in backward")
+        lines.append(f"checkpoint: {name}: saves {format_bytes(bytes_.get(name, 0))}, and runs again in backward")
     if strategy.amp:
         lines.append(f"autocast to {strategy.amp}: nothing exact fits")
     if strategy.offload:

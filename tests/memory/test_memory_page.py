@@ -11,10 +11,10 @@ import pytest
 from support import browser, memory_traces
 from support.memory_traces import HOSTILE
 
+from patchconv_native._bytes import format_bytes
 from patchconv_native.memory import MemoryReport, Trace
 from patchconv_native.memory.chart import BANDS
 from patchconv_native.memory.html import OPEN_ROWS, page
-from patchconv_native.memory.words import size
 
 VOID = {"meta", "input"}
 
@@ -92,7 +92,7 @@ class TestText:
         trace = memory_traces.resnet()
         text = page(MemoryReport(trace))
         found = Reader(text)
-        assert size(trace.peak.bytes) in found.texts["b"] and size(trace.saved) in found.texts["b"]
+        assert format_bytes(trace.peak.bytes) in found.texts["b"] and format_bytes(trace.saved) in found.texts["b"]
         cells = [attributes["data-v"] for tag, attributes in found.tags if tag == "td" and "data-v" in attributes]
         assert {str(facts.saved) for facts in trace.modules} <= set(cells)
         assert str(trace.saved - trace.modules[0].saved) in cells, "what the loss saved is not in the table"
@@ -248,7 +248,7 @@ class TestScript:
             svg.dispatchEvent(new KeyboardEvent("keydown", {{ key: "ArrowLeft" }})); out.key = readout.offsetWidth""",
         )
         lines = found["text"].split("\n")
-        assert lines[0] == size(count) and lines[2:] == ["layer1.0.conv2", "Conv2d, forward"]
+        assert lines[0] == format_bytes(count) and lines[2:] == ["layer1.0.conv2", "Conv2d, forward"]
         assert float(lines[1].split()[0]) == pytest.approx(now * 1e3, abs=0.2) and lines[1].endswith("ms")
         assert found["inside"] and found["far"] and found["optimizer"].endswith("optimizer")
         assert found["before"] == found["after"] == 0 < found["key"]

@@ -16,6 +16,7 @@ from support import memory_traces
 from support.memory_traces import HOSTILE, MIB, OUT_OF_MEMORY
 
 from patchconv_native import memory
+from patchconv_native._bytes import format_bytes
 from patchconv_native.memory import MemoryReport, words
 from patchconv_native.memory.report import LOG, ROWS
 
@@ -31,17 +32,6 @@ def resnet() -> MemoryReport:
 
 
 class TestWords:
-    @pytest.mark.parametrize(
-        ("count", "text"),
-        [
-            *[(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (45 * MIB, "45 MiB")],
-            *[(1000 * MIB, "1000 MiB"), (1024 * MIB - 1, "1 GiB"), (1234 * MIB, "1.21 GiB"), (3 * 2**40, "3 TiB")],
-            (-5 * MIB, "-5 MiB"),
-        ],
-    )
-    def test_size(self, count: int, text: str) -> None:
-        assert words.size(count) == text
-
     def test_moment(self) -> None:
         trace = memory_traces.empty()
         texts = [words.moment(trace, time) for time in (12.345, 0.0123, 0.9999, 2e-5)]
@@ -271,7 +261,7 @@ class TestFiles:
         assert len(rows) == len(report.trace.modules) + 2
         assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {7}
         assert "<" not in text and not re.search(r"(?<!\\)`", text)
-        assert words.size(report.peak) in text
+        assert format_bytes(report.peak) in text
         assert len(report.to_markdown(depth=1)) <= len(text)
 
     @pytest.mark.parametrize("suffix", [".json", ".csv", ".md", ".html", ".HTML"])
