@@ -31,7 +31,8 @@ import patchconv_native as pc
 from .._bytes import format_bytes
 from ..memory.trace import sum_of
 from . import models, options
-from .shown import Failed, Mistake, Progress, line, out_of_memory, wrote
+from .errors import Failed, Mistake, line, out_of_memory
+from .progress import Progress, wrote
 
 LEAST = 0.1
 """Seconds that a timing takes at least: what is faster runs several times."""

@@ -17,7 +17,7 @@ import patchconv_native as pc
 
 from .._bytes import parse_bytes
 from . import models
-from .shown import Failed, Mistake, line, near
+from .errors import Failed, Mistake, line, near
 
 PICTURES = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {

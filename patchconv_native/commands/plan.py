@@ -24,7 +24,8 @@ import patchconv_native as pc
 
 from .._bytes import format_bytes
 from . import models, options
-from .shown import Failed, Mistake, Progress, line, wrote
+from .errors import Failed, Mistake, line
+from .progress import Progress, wrote
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

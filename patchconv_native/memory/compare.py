@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .._bytes import format_bytes
-from . import words
-from .report import MemoryReport, _cell
+from . import labels
+from .report import MemoryReport
+from .text import markdown_cell
 
 COLUMNS = ("run", "peak", "of first", "saved", "of first", "before the step", "peak at")
 
@@ -30,13 +31,13 @@ class Comparison:
             saved = format_bytes(report.saved) if report.finished else f"over {format_bytes(report.saved)}"
             whole = report.finished and first.finished
             ratios = (_ratio(report.peak, first.peak, whole), _ratio(report.saved, first.saved, whole))
-            at = words.where(report.trace.peak) + ("" if report.finished else " (not finished)")
+            at = labels.where(report.trace.peak) + ("" if report.finished else " (not finished)")
             rows.append((name, peak, ratios[0], saved, ratios[1], format_bytes(report.static), at))
         return rows
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]
-        rows = [(words.shortened(row[0], 32), *row[1:-1], words.shortened(row[-1], 56)) for row in rows]
+        rows = [(labels.shortened(row[0], 32), *row[1:-1], labels.shortened(row[-1], 56)) for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
         sides = "<>>>>><"
         return "\n".join(
@@ -47,7 +48,7 @@ class Comparison:
     def to_markdown(self, path: str | Path | None = None) -> str:
         """The table as Markdown, written to `path` if there is one."""
         lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * 5 + "---|"]
-        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in self.rows()]
+        lines += ["| " + " | ".join(map(markdown_cell, row)) + " |" for row in self.rows()]
         text = "\n".join(lines) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -57,7 +58,7 @@ class Comparison:
         """A matplotlib figure of the runs over each other, written to `path` if there is one."""
         from .plot import plot_runs
 
-        return plot_runs(self.reports, path)
+        return plot_runs({name: report.trace for name, report in self.reports.items()}, path)
 
 
 def _ratio(count: int, first: int, whole: bool) -> str:

@@ -23,12 +23,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .. import _library
 from . import fake as fakes
+from .labels import OUTSIDE
 from .records import ModuleFacts, Trace
 from .report import MemoryReport
 from .restore import attributes_as_they_were, values_as_they_were
 from .sizes import storage, storages, tensors, total
 from .timeline import STEP, operator_name, timeline
-from .words import OUTSIDE
 
 _C = _library.load()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._bytes import format_bytes
 from ..memory.trace import Loss, trace
 from .plans import Frontier, asked, budget_of, plan
-from .search import MARGIN, Question
+from .search import Question
 from .strategy import Strategy
 
 MOST = 2**24
@@ -53,12 +53,11 @@ def _answer(
 ) -> int:  # fmt: skip
     wanted = budget_of(owner, budget)
     question = asked(owner, model, inputs, progress=None, **options)
-    room = wanted / (1 + MARGIN[question.device.type])
 
     def largest(strategy: Strategy) -> int:
         undo = strategy.apply(model)
         try:
-            return _largest(lambda count: _peak(question, scaled(count)) <= room, first)
+            return _largest(lambda count: question.fits(_peak(question, scaled(count)), wanted), first)
         finally:
             undo()
 

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from .._bytes import MIB, format_bytes, parse_bytes
 from ..memory.trace import Loss, device_of
-from .search import MARGIN, Candidate, Question, stages
+from .margin import MARGIN, least_budget
+from .search import Candidate, Question, stages
 from .strategy import Strategy, described, remember, taken_off
+
+REASONS = 12
+"""Lines of a plan's text that say why."""
 
 
 class BudgetError(ValueError):
@@ -54,16 +58,15 @@ class Plan:
             f"time    {self.extra_time:+.0%} estimated",
             f"do      {self.strategy}",
         ]
-        shown = self.reasons[:12]
-        lines += [f"  {line}" for line in shown]
-        if len(self.reasons) > len(shown):
-            lines.append(f"  and {len(self.reasons) - len(shown)} more")
+        lines += [f"  {reason}" for reason in self.reasons[:REASONS]]
+        if len(self.reasons) > REASONS:
+            lines.append(f"  and {len(self.reasons) - REASONS} more")
         return "\n".join(lines)
 
     @property
     def needs(self) -> int:
         """The least budget that this plan is for."""
-        return int(self.peak * (1 + self.margin)) + 1
+        return least_budget(self.peak, self.margin)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Turns it on in `model`, in place, and returns the model. ValueError if modules that it names are not there;
@@ -188,16 +191,14 @@ def plan(
     if offload and not torch.cuda.is_available():
         raise ValueError("plan: expected a GPU for offload: what it takes off one cannot be predicted without")
     wanted = None if budget is None else budget_of("plan", budget)
-    margin = MARGIN[question.device.type]
-    room = None if wanted is None else wanted / (1 + margin)
     fit: list[Candidate] = []
-    for found in stages(question, room, None if amp is None else str(amp).removeprefix("torch."), offload):
-        fit += [one for one in found if room is not None and one.peak <= room]
+    for found in stages(question, wanted, None if amp is None else str(amp).removeprefix("torch."), offload):
+        fit += [one for one in found if wanted is not None and question.fits(one.peak, wanted)]
         if fit:
             break
 
     def made(candidate: Candidate) -> Plan:
-        return _plan(question, candidate, wanted, margin)
+        return _plan(question, candidate, wanted)
 
     if wanted is None:
         return Frontier([made(c) for c in _frontier(question.tried)], question.tried)
@@ -220,7 +221,7 @@ def _frontier(tried: list[Candidate]) -> list[Candidate]:
     return best
 
 
-def _plan(question: Question, found: Candidate, budget: int | None, margin: float) -> Plan:
+def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
     by_name: dict[str, int] = {}
     stock = next(c.peak for c in question.tried if c.strategy == Strategy())
     if found.strategy.convert:
@@ -239,7 +240,7 @@ def _plan(question: Question, found: Candidate, budget: int | None, margin: floa
         train=question.train,
         budget=budget,
         peak=found.peak,
-        margin=margin,
+        margin=question.margin,
         extra_time=found.time - 1,
         stock_peak=stock,
         reasons=described(found.strategy, by_name),

@@ -22,14 +22,13 @@ from ..memory.report import MemoryReport
 from ..memory.trace import Loss, OptimizerLike, trace
 from ..modules import Split
 from ..settings import workspace_limit
+from .margin import MARGIN, fits
 from .strategy import Strategy
 
 # Operations that a device does in the time in which it moves a byte.
 BALANCE = {"cpu": 10.0, "cuda": 100.0}
 HALF_FASTER = 2.0  # operations in half precision
 LINK = 40.0  # bytes that a GPU moves in the time in which one goes to the host
-# By how much a prediction may be too small: a plan keeps that much below its budget.
-MARGIN = {"cpu": 0.03, "cuda": 0.10}
 SMALLER_WORKSPACES = (8 * MIB, MIB)
 
 
@@ -61,6 +60,14 @@ class Question:
         self.tried: list[Candidate] = []
         self._cost: float | None = None
 
+    @property
+    def margin(self) -> float:
+        return MARGIN[self.device.type]
+
+    def fits(self, peak: int, budget: int) -> bool:
+        """Whether a predicted peak fits a budget, margin included."""
+        return fits(peak, budget, self.margin)
+
     def report(self, strategy: Strategy) -> MemoryReport:
         undo = strategy.apply(self.model)
         try:
@@ -88,9 +95,9 @@ class Question:
         return work["flops"] / BALANCE[self.device.type] / (HALF_FASTER if strategy.amp else 1) + moved
 
 
-def stages(question: Question, room: float | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
+def stages(question: Question, budget: int | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
     """Every strategy worth a try, stage by stage, each dearer in time than the one before. The caller stops where
-    something fits into `room` bytes; None: it wants them all.
+    something fits the budget; None: it wants them all.
     """
     for allowed in _allowed(amp, offload):
         base = Strategy(amp=allowed[0], offload=allowed[1])
@@ -101,7 +108,7 @@ def stages(question: Question, room: float | None, amp: str | None, offload: boo
             partitions = list(blocks(report, question.model))
             found = [question.candidate(replace(lean, checkpoints=names))[0] for names in partitions]
             for full in list(found):
-                found += _thinned(question, full, report, room)
+                found += _thinned(question, full, report, budget)
             yield found
             least = min([least, *found], key=lambda one: one.peak)  # found: empty without blocks
             if len(partitions) > 1:
@@ -152,7 +159,7 @@ def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least
             yield from _cut(child, full, saved, most, least)
 
 
-def _thinned(question: Question, full: Candidate, report: MemoryReport, room: float | None) -> list[Candidate]:
+def _thinned(question: Question, full: Candidate, report: MemoryReport, budget: int | None) -> list[Candidate]:
     """The same with fewer checkpoints, as few as fit: those that save much for little time stay longest. Where it does
     not fit itself, quarters of it.
     """
@@ -168,13 +175,14 @@ def _thinned(question: Question, full: Candidate, report: MemoryReport, room: fl
         return question.candidate(replace(full.strategy, checkpoints=sorted(order[:count])))[0]
 
     # More checkpoints are not always less memory: a set that does not fit may have parts that do.
-    if room is None or full.peak > room:
+    if budget is None or not question.fits(full.peak, budget):
         return [first(count) for count in sorted({len(order) // 4, len(order) // 2, 3 * len(order) // 4} - {0})]
     found = []
     least, most = 0, len(order)
     while most - least > 1:
-        found.append(first((least + most) // 2))
-        least, most = (least, (least + most) // 2) if found[-1].peak <= room else ((least + most) // 2, most)
+        middle = (least + most) // 2
+        found.append(first(middle))
+        least, most = (least, middle) if question.fits(found[-1].peak, budget) else (middle, most)
     return found
 
 
