@@ -1,4 +1,4 @@
-"""Several runs beside each other: the same model before and after a change, say."""
+"""Several runs side by side, for instance a model before and after a change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COLUMNS = ("run", "peak", "of first", "saved", "of first", "before the step", "p
 
 @dataclass(frozen=True)
 class Comparison:
-    """`print(comparison)`; ratios are to the first run."""
+    """Several reports, to print or to draw. Ratios are to the first run."""
 
     reports: dict[str, MemoryReport]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table's cells, one row a run, as COLUMNS names them."""
+        """The cells of the table: a row for each run, a cell for each of COLUMNS."""
         runs = list(self.reports.items())
         first = runs[0][1]
         rows: list[tuple[str, ...]] = []
@@ -46,7 +46,7 @@ class Comparison:
         )
 
     def to_markdown(self, path: str | Path | None = None) -> str:
-        """The table as Markdown, written to `path` if there is one."""
+        """The table as Markdown. Written to `path` if one is given."""
         lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * 5 + "---|"]
         lines += ["| " + " | ".join(map(markdown_cell, row)) + " |" for row in self.rows()]
         text = "\n".join(lines) + "\n"
@@ -55,7 +55,7 @@ class Comparison:
         return text
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A matplotlib figure of the runs over each other, written to `path` if there is one."""
+        """A matplotlib figure of the runs. Written to `path` if one is given."""
         from .plot import plot_runs
 
         return plot_runs({name: report.trace for name, report in self.reports.items()}, path)
@@ -66,7 +66,10 @@ def _ratio(count: int, first: int, whole: bool) -> str:
 
 
 def compare(reports: Mapping[str, MemoryReport], path: str | Path | None = None) -> Comparison:
-    """Reports by the names of their runs, the one that others are measured by first; at `path` their figure."""
+    """Compares reports, given by the names of their runs; ratios are to the first.
+
+    path: where to write a figure. Raises ValueError without reports.
+    """
     if not reports:
         raise ValueError("compare: no reports were given")
     comparison = Comparison(dict(reports))

@@ -1,4 +1,4 @@
-"""MemoryReport: what a traced step needed, as text, as files, as pictures."""
+"""MemoryReport: a traced step as numbers, text, files and figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG = (
     *("module", "type", "phase", "call", "start", "stop", "before", "after", "peak", "rise"),
     *("parameters", "buffers", "gradients", "optimizer", "saved", "own_saved"),
 )
-"""The columns of the memory log; "rise" is peak less before. The last six are of the module, the same in every row."""
+"""Columns of the memory log. "rise" is the peak minus "before"; the last six are facts of the module."""
 
 
 class MemoryReport:
@@ -30,17 +30,17 @@ class MemoryReport:
 
     @property
     def peak(self) -> int:
-        """The most memory at one moment, in bytes, with what was there before the step."""
+        """The highest memory in bytes, with what was there before the step."""
         return self.trace.peak.bytes
 
     @property
     def saved(self) -> int:
-        """Bytes kept for backward, without parameters."""
+        """Bytes saved for backward, without parameters."""
         return self.trace.saved
 
     @property
     def static(self) -> int:
-        """Bytes that were there before the step."""
+        """Bytes in use before the step."""
         return sum(self.trace.static.values())
 
     @property
@@ -50,7 +50,7 @@ class MemoryReport:
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients that there are after the step."""
+        """Bytes of the gradients after the step."""
         return self.trace.after.get("gradients", 0)
 
     @property
@@ -60,25 +60,25 @@ class MemoryReport:
 
     @property
     def transient(self) -> int:
-        """The peak less what was there before the step: what the step itself needs."""
+        """The peak minus what was there before the step: what the step itself needs."""
         return self.peak - self.static
 
     @property
     def duration(self) -> float:
-        """On the trace's clock."""
+        """Length of the step on the trace's clock: seconds or operators."""
         return self.trace.duration
 
     @property
     def finished(self) -> bool:
-        """Whether the step came to its end."""
+        """Whether the step ran to its end."""
         return self.trace.error is None
 
     def fits(self, budget: int | str) -> bool:
-        """Whether the step needs at most `budget` (bytes, or "24GiB"). A step that was not finished does not fit."""
+        """Whether the step needs at most `budget` (bytes, or "24GiB"). False for an unfinished step."""
         return self.finished and self.peak <= parse_bytes(budget, "fits")
 
     def module(self, name: str) -> ModuleFacts:
-        """The facts of one module, by its name in named_modules()."""
+        """The facts of one module, by its name in named_modules(). KeyError if there is none."""
         for facts in self.trace.modules:
             if facts.name == name:
                 return facts
@@ -109,14 +109,14 @@ class MemoryReport:
         terminal.print_report(self.trace, depth, console)
 
     def to_dict(self) -> dict[str, Any]:
-        """The trace as plain data; `from_dict` makes the report again."""
+        """The trace as plain data, which `from_dict` reads."""
         plain = dataclasses.asdict(dataclasses.replace(self.trace, curve=[]))
         plain["curve"] = [[time, count] for time, count in self.trace.curve]
         return {"format": FORMAT, "version": VERSION, **plain}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MemoryReport:
-        """The report of what `to_dict` gave."""
+        """The report from the result of `to_dict`. ValueError for data of another format or version."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"this is no {FORMAT}")
         if data.get("version") != VERSION:
@@ -131,19 +131,19 @@ class MemoryReport:
         return cls(Trace(**plain))
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes all of the trace; `MemoryReport.load` reads it."""
+        """Writes the whole trace, which `MemoryReport.load` reads."""
         return _write(path, json.dumps(self.to_dict()) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> MemoryReport:
-        """The report that `to_json` wrote."""
+        """Reads a file of `to_json`. ValueError for another file."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes the memory log: a row for every stay in a module or, without module, in a phase of the step."""
+        """Writes the memory log: a row for every stretch of a module and for every phase of the step."""
         path = Path(path)
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
@@ -167,19 +167,19 @@ class MemoryReport:
         return made
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes one page that needs nothing else, to open in a browser."""
+        """Writes a page for a browser, in one file."""
         from . import html
 
         return _write(path, html.page(self.trace))
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A matplotlib figure of memory over the step, written to `path` if there is one."""
+        """A matplotlib figure of memory over the step. Written to `path` if one is given."""
         from . import plot
 
         return plot.plot(self.trace, path)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the report as the suffix says: .json (which `load` reads), .csv, .md, .html, .png, .svg or .pdf."""
+        """Writes the report in the format of the suffix: .json (for `load`), .csv, .md, .html, .png, .svg or .pdf."""
         path = Path(path)
         writers: dict[str, Callable[[Path], Any]] = {
             ".json": self.to_json,

@@ -1,4 +1,4 @@
-"""`plan`: what to turn on so that a step fits a budget; its answer, and the frontier between memory and time."""
+"""`plan` chooses what to turn on so that a step fits a budget. Its results: a `Plan`, or a `Frontier` of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REASONS = 12
 
 
 class BudgetError(ValueError):
-    """Nothing fits the budget. `least` is the smallest one that would do, in bytes, and `plan` what it takes."""
+    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan."""
 
     def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
@@ -31,7 +31,7 @@ class BudgetError(ValueError):
 
 @dataclass
 class Plan:
-    """What to turn on, and what it is predicted to do. Bytes; times in units of the model as it stands."""
+    """What to turn on, with the predicted memory in bytes and the estimated time."""
 
     strategy: Strategy
     model: str
@@ -39,13 +39,13 @@ class Plan:
     train: bool
     budget: int | None
     peak: int
-    """Predicted: of a whole step, parameters and inputs included."""
+    """Predicted for a whole step, parameters and inputs included."""
     margin: float
-    """By how much, in units of the peak, it may be higher."""
+    """The share of `peak` by which the real peak may be higher."""
     extra_time: float
-    """Estimated: 0.3 is 30 % longer than the model as it stands."""
+    """Estimated: 0.3 means 30 % longer than the unchanged model."""
     stock_peak: int
-    """Predicted, of the model as it stands."""
+    """Predicted for the unchanged model."""
     reasons: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -65,18 +65,19 @@ class Plan:
 
     @property
     def needs(self) -> int:
-        """The least budget that this plan is for."""
+        """The smallest budget, in bytes, that this plan fits."""
         return least_budget(self.peak, self.margin)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Turns it on in `model`, in place, and returns the model. ValueError if modules that it names are not there;
-        then nothing has been changed.
+        """Applies the plan to `model`, in place, and returns the model.
+
+        Raises ValueError if the model lacks a module that the plan names; then nothing has been changed.
         """
         remember(model, self, self.strategy.apply(model))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
-        """Makes the model what it was before `apply`. ValueError unless this plan was the last one applied to it."""
+        """Restores the model from before `apply`. ValueError unless this plan was the last one applied to it."""
         taken_off(model, self)
         return model
 
@@ -84,14 +85,14 @@ class Plan:
         return {**vars(self), "strategy": self.strategy.to_dict()}
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the plan; `Plan.load` reads it."""
+        """Writes the plan, which `Plan.load` reads."""
         path = Path(path)
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """A plan from its file; ValueError for a file that holds none."""
+        """Reads a plan from a file. ValueError if the file holds none."""
         try:
             data = json.loads(Path(path).read_text())
             return cls(**{**data, "strategy": Strategy(**data["strategy"])})
@@ -101,7 +102,7 @@ class Plan:
 
 @dataclass
 class Frontier:
-    """The plans of which no other is better in both memory and time, the fastest first."""
+    """The plans that no other one beats in both memory and time, the fastest first."""
 
     plans: list[Plan]
     tried: list[Candidate]
@@ -113,7 +114,7 @@ class Frontier:
         return "\n".join(f"{peak:>{wide[0]}}  {time:>{wide[1]}}  {text}" for peak, time, text in rows)
 
     def plot(self, path: str | Path) -> Path:
-        """The frontier, and all that was tried, as a figure. Needs matplotlib."""
+        """Writes a figure of the frontier and of everything that was tried. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -135,7 +136,7 @@ def asked(
     owner: str, model: nn.Module, inputs: Any, kwargs: Any, loss: Any, optimizer: Any, device: Any, train: bool,
     progress: Any,
 ) -> Question:  # fmt: skip
-    """Arguments that are checked once."""
+    """Checks the arguments that `plan`, `max_batch` and `max_size` share."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -167,19 +168,21 @@ def plan(
     offload: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Any:
-    """What to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int): a `Plan`.
+    """Chooses what to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int).
 
-    The peak of a step is what `memory.trace` counts: parameters, gradients, the optimizer's state if one is given (a
-    function of the parameters), inputs, and all that the step allocates on the device. Nothing is computed: inputs may
-    be fake or meta tensors, of any size. Tried are, from what is cheap to what is dear: the model as it is, converted
-    layers, converted functional code, checkpoints (coarse, fine, nested), smaller tiles; and only if nothing of that
-    fits, and it is allowed, autocast to `amp` and saved tensors in the host's memory (`offload`, on CUDA). Of what fits
-    the fastest by estimate is taken. Predictions stay below the budget by a margin of 3 % on the CPU and 10 % on CUDA;
-    the latter has not been measured.
+    Returns a `Plan`. The peak of a step is what `memory.trace` counts: parameters, gradients, the optimizer's state if
+    `optimizer` is given (a function of the parameters), inputs, and all that the step allocates on the device. It is
+    predicted; nothing is computed, and inputs may be fake or meta tensors of any size.
 
-    frontier=True: a `Frontier` of all plans worth having instead. train=False: a forward pass without gradients.
-    progress is called with each try's name. BudgetError (a ValueError) if nothing fits, with the least that would.
-    The model is what it was when this returns.
+    Strategies are tried in this order: the unchanged model, converted layers, converted functional code, checkpoints
+    (coarse, fine, nested), smaller tiles. Only if none of them fits, and only if allowed, follow autocast to `amp` and
+    saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is chosen. A
+    predicted peak must stay below the budget by a margin, 3 % of the peak on the CPU and 10 % on CUDA; the margin of
+    CUDA has not been measured.
+
+    frontier=True: returns a `Frontier` of the best plans for all budgets. train=False: a forward pass without
+    gradients. progress: called with the name of each strategy before it is tried. Raises BudgetError (a ValueError) if
+    nothing fits, with the smallest budget that would do. The model is unchanged when this returns.
     """
     if (budget is None) != frontier:
         raise ValueError("plan: expected either a budget or frontier=True")
