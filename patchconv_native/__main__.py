@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from . import demo, info
 from .commands import bench, plan, trace
-from .commands.shown import Failed, Mistake, flat, near
+from .commands.errors import Failed, Mistake, near
+from .memory.labels import flat
 
 SCRIPT = "patchconv"
 PROGRAM = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m patchconv_native"

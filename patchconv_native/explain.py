@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
+from ._bytes import format_bytes
 from .convert import _conv_base, weight_of
 from .functional import same_padding
 from .modules import Split, checked_splits
@@ -44,14 +45,13 @@ class Explanation:
     def __str__(self) -> str:
         name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
         if self.path == "stock":
-            rows = [name, "  path       stock (one call)", f"  workspace  {_bytes(self.workspace_bytes)}"]
+            rows = [name, "  path       stock (one call)", f"  workspace  {format_bytes(self.workspace_bytes)}"]
             return "\n".join([*rows, f"  why        {self.reason}"])
+        stock = format_bytes(self.stock_workspace_bytes)
+        workspace = f"  workspace  {format_bytes(self.workspace_bytes)} (one stock call: {stock})"
         if self.path == "native":
             pieces = "" if max(self.tiles) == 1 else f", in {' x '.join(map(str, self.tiles))} pieces"
-            rows = [name, f"  path       native: {self.kernel}{pieces}"]
-            rows += [
-                f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})"
-            ]
+            rows = [name, f"  path       native: {self.kernel}{pieces}", workspace]
             return "\n".join([*rows, f"  why        {self.reason}"])
         return "\n".join(
             [
@@ -59,7 +59,7 @@ class Explanation:
                 f"  path       tiled: {' x '.join(map(str, self.tiles))} tiles an image, "
                 f"{self.batch_step} image{'s' if self.batch_step > 1 else ''} at a time",
                 f"  halo       {self.halo_percent:.2f} % read more than once",
-                f"  workspace  {_bytes(self.workspace_bytes)} (one stock call: {_bytes(self.stock_workspace_bytes)})",
+                workspace,
                 f"  why        {self.reason}",
             ]
         )
@@ -67,10 +67,6 @@ class Explanation:
 
 def _shape(size: Sequence[int]) -> str:
     return "x".join(map(str, size))
-
-
-def _bytes(value: int) -> str:
-    return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
 
 
 def _autocast(dtype: torch.dtype, device: str) -> torch.dtype:

@@ -10,6 +10,8 @@ import importlib.util
 import platform
 import sys
 
+from ._bytes import format_bytes
+
 # The keys under which this library could register something, or torch could for it, in the order of a call:
 # transforms, autocast, autograd, then the backends. A name that this torch does not know is passed over.
 KEYS = (
@@ -68,7 +70,7 @@ def facts() -> dict[str, str]:
         "compiler": built["compiler"],
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} in an operator, {torch.get_num_interop_threads()} between",
-        "workspace limit": _size(workspace_limit()),
+        "workspace limit": format_bytes(workspace_limit()),
         "backend": backend(),
     }
 
@@ -96,7 +98,7 @@ def _gpus() -> list[str]:
     found = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found.append(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {_size(gpu.total_memory)})")
+        found.append(f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {format_bytes(gpu.total_memory)})")
     return found
 
 
@@ -112,11 +114,6 @@ def _conv_rules() -> list[str]:
         return ["no GPU here to have rules for"]
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return list(dict.fromkeys(conv_rules.said((gpu.major, gpu.minor), gpu.name) for gpu in gpus))
-
-
-def _size(count: int) -> str:
-    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:.3g} {name}"
 
 
 def _print_plain(found: dict[str, str], table: dict[str, list[str]]) -> None:

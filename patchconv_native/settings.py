@@ -5,26 +5,14 @@ The values live in the library: Python, TorchScript and C++ programs see the sam
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from . import _library
+from ._bytes import parse_bytes
 
 _C = _library.load()
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-
-def parse_bytes(value: int | str, what: str) -> int:
-    """A number of bytes: an int, or text such as "64MiB", "1.5 GiB" or "500MB"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError(f"{what}: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got {value!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 class _Restore(AbstractContextManager[Any]):

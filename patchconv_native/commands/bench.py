@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
+from .._bytes import format_bytes
 from ..memory.trace import sum_of
-from ..memory.words import size
 from . import models, options
-from .shown import Failed, Mistake, Progress, line, out_of_memory, wrote
+from .errors import Failed, Mistake, line, out_of_memory
+from .progress import Progress, wrote
 
 LEAST = 0.1
 """Seconds that a timing takes at least: what is faster runs several times."""
@@ -197,7 +198,7 @@ def _print(name: str, shape: tuple[int, ...], device: torch.device, facts: dict[
     rows.append(("time of a step, median", _time(stock), _time(ours), f"{ratio['median']:.3f}"))
     for key, title in (("peak", "peak memory"), ("transient", "above what was there"), ("saved", "kept for backward")):
         one, other = facts[key]["stock"], facts[key]["converted"]
-        rows.append((title, size(one), size(other), f"{other / one:.3f}" if one else ""))
+        rows.append((title, format_bytes(one), format_bytes(other), f"{other / one:.3f}" if one else ""))
     wide = [max(len(row[i]) for row in rows) for i in range(4)]
     for row in rows:
         numbers = "".join(f"  {cell:>{columns}}" for cell, columns in zip(row[1:], wide[1:], strict=True))

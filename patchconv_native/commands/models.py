@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .shown import Failed, Mistake, line, near, note, out_of_memory
+from .errors import Failed, Mistake, line, near, out_of_memory
+from .progress import note
 
 HELP = "torchvision:NAME, timm:NAME, module:callable or path/to/file.py:callable (a callable returns a torch.nn.Module)"
 EXPECTED = "torchvision:NAME, timm:NAME, module:callable or file.py:callable"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from ..settings import parse_bytes
+from .._bytes import parse_bytes
 from . import models
-from .shown import Failed, Mistake, line, near
+from .errors import Failed, Mistake, line, near
 
 PICTURES = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {

@@ -22,9 +22,10 @@ from torch import nn
 
 import patchconv_native as pc
 
-from ..memory.words import size
+from .._bytes import format_bytes
 from . import models, options
-from .shown import Failed, Mistake, Progress, line, wrote
+from .errors import Failed, Mistake, line
+from .progress import Progress, wrote
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +100,12 @@ def _largest(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, s
         except ValueError as error:
             if str(error).startswith(f"max_{what}: expected a budget"):
                 smallest = "a batch of 1" if arguments.max_batch else "the smallest size"
-                raise Failed(f"not even {smallest} fits into {size(arguments.budget)}") from error
+                raise Failed(f"not even {smallest} fits into {format_bytes(arguments.budget)}") from error
             raise
     how = "with the best plan for it" if arguments.planned else "with the model as it is"
     value = found if arguments.max_batch else options.said(found)
-    print(f"{arguments.model} ({step['device']}): the largest {what} is {value}, {how} in {size(arguments.budget)}")
+    budget = format_bytes(arguments.budget)
+    print(f"{arguments.model} ({step['device']}): the largest {what} is {value}, {how} in {budget}")
     shape = (found, *x.shape[1:]) if arguments.max_batch else (*x.shape[:2], *found)
     facts = {f"max_{what}": found, "budget": arguments.budget, "planned": arguments.planned, "input": list(shape)}
     _write(arguments, {**facts, "model": arguments.model, "device": str(step["device"])})

@@ -21,7 +21,8 @@ from torch import nn
 import patchconv_native as pc
 
 from . import models, options
-from .shown import Failed, Mistake, console, line, near, out_of_memory, rich_here, wrote
+from .errors import Failed, Mistake, line, near, out_of_memory
+from .progress import console, has_rich, wrote
 
 if TYPE_CHECKING:
     from ..memory.report import MemoryReport
@@ -99,7 +100,7 @@ def _changed(model: nn.Module, arguments: argparse.Namespace) -> None:
 def _give(report: MemoryReport, arguments: argparse.Namespace) -> None:
     """Prints the report and writes its files."""
     print(f"{arguments.model}, input {options.said(options.shape(arguments))}")
-    if arguments.plain or not rich_here():
+    if arguments.plain or not has_rich():
         print(report.text(arguments.depth))
     else:
         report.print(arguments.depth, console())

@@ -19,6 +19,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
+from .._bytes import GIB, format_bytes
 from . import filters, report
 from .filters import Orientation
 from .picture import Photo
@@ -27,7 +28,6 @@ from .worker import Outcome
 
 DARK, LIGHT, DIM = "#0c0e13", "#eceff4", "#9aa3b2"
 STOCK, OURS, FLOOR = "#d1495b", "#00798c", "#6b7280"
-GIB = 2**30
 ZOOM = 0.2  # the window's share of the picture's width
 
 
@@ -150,12 +150,12 @@ def _title(photo: Photo) -> str:
 def _subtitle(results: list[StageResult]) -> str:
     bank = results[0]
     took = bank.ours.measured
-    text = f"{bank.stage.description}: patchconv_native took {report.size(took.workspace)} "
+    text = f"{bank.stage.description}: patchconv_native took {format_bytes(took.workspace)} "
     text += f"above input and result, {report.seconds(took.seconds)}"
     if isinstance(bank.stock, NoResult):
         return f"{text}; stock PyTorch: {bank.stock.what}"
     stock = bank.stock.measured
-    return f"{text}; stock PyTorch {report.size(stock.workspace)}, {report.seconds(stock.seconds)}"
+    return f"{text}; stock PyTorch {format_bytes(stock.workspace)}, {report.seconds(stock.seconds)}"
 
 
 def _outline(axes: Axes, left: float, top: float, width: float, height: float) -> None:
@@ -227,7 +227,7 @@ def _draw_stage(axes: Axes, result: StageResult) -> None:
         peak = (given + took.peak) / GIB
         axes.plot(times[at], peak, "o", color=colour, markersize=5)
         axes.annotate(
-            f"peak {peak:.2f} GiB: {report.size(took.workspace)} above the floor",
+            f"peak {peak:.2f} GiB: {format_bytes(took.workspace)} above the floor",
             (times[at], peak),
             xytext=(0, 7 if took.workspace > shapes.floor / 10 else 20),  # clear of the floor's label
             textcoords="offset points",

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .._bytes import MIB, format_bytes
 from .picture import Photo
 from .stages import Shapes, Stage
 from .worker import Difference, Outcome
 
-NOISE = 2**20  # bytes: resident memory is not measured more finely than this
+NOISE = MIB  # bytes: resident memory is not measured more finely than this
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,6 @@ class StageResult:
     stock: Outcome | NoResult
     ours: Outcome
     difference: Difference
-
-
-def size(count: float) -> str:
-    """Bytes for a reader: three digits and a unit."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if abs(count) >= unit:
-            return f"{count / unit:.3g} {name}" if abs(count) < 999.5 * unit else f"{count / unit:.0f} {name}"
-    return f"{count / 2**10:.0f} KiB"
 
 
 def seconds(value: float) -> str:
@@ -79,17 +72,17 @@ def table(results: list[StageResult]) -> Table:
     for result in results:
         ours, apart = result.ours, result.difference
         where = f"\n{apart.where}" if apart.where else ""
-        name, detail = result.stage.name, f"[dim]{size(result.shapes.result)} result[/]"
+        name, detail = result.stage.name, f"[dim]{format_bytes(result.shapes.result)} result[/]"
         if isinstance(result.stock, NoResult):
             body.add_row(name, "stock PyTorch", "", result.stock.what, "")
         else:
             took = result.stock.measured
-            body.add_row(name, "stock PyTorch", seconds(took.seconds), size(took.workspace), "")
+            body.add_row(name, "stock PyTorch", seconds(took.seconds), format_bytes(took.workspace), "")
         body.add_row(
             detail,
             f"[bold]patchconv_native[/]\n[dim]{ours.path}[/]",
             seconds(ours.measured.seconds),
-            f"[bold green]{size(ours.measured.workspace)}[/]",
+            f"[bold green]{format_bytes(ours.measured.workspace)}[/]",
             f"[bold]{apart.largest:.2g}[/]\n[dim]of values to {ours.largest:.3g}{where}[/]",
             end_section=True,
         )
@@ -108,7 +101,7 @@ def verdict(results: list[StageResult]) -> list[str]:
             continue
         ratio = ours.seconds / stock.seconds
         lines.append(
-            f"{result.stage.name}: {size(ours.workspace)} above the result where stock takes "
-            f"{size(stock.workspace)}, in {ratio:.2f} of its time"
+            f"{result.stage.name}: {format_bytes(ours.workspace)} above the result where stock takes "
+            f"{format_bytes(stock.workspace)}, in {ratio:.2f} of its time"
         )
     return lines

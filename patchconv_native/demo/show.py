@@ -27,6 +27,7 @@ from rich.progress import (
 
 import patchconv_native as pc
 
+from .._bytes import GIB, MIB, format_bytes
 from . import DemoError, figures, picture, report
 from .figures import Views
 from .filters import Orientation
@@ -36,7 +37,7 @@ from .stages import GaborBank, Shapes, Stage, stages, stock_need
 from .worker import Difference, Outcome, OutOfMemory, Worker
 
 STEPS_OF_A_STAGE = 3
-SLACK = 2**28  # besides tensors: libraries, code, the comparison's strips
+SLACK = 256 * MIB  # besides tensors: libraries, code, the comparison's strips
 SHOWN_WIDTH = 2000  # about the width in pixels of the picture that is shown whole
 
 
@@ -45,7 +46,7 @@ def show(arguments: argparse.Namespace) -> int:
     device = _device(arguments.device)
     photo = picture.load(arguments.image, arguments.megapixels)
     out = _folder(arguments.out)
-    cap = sys.maxsize if arguments.memory is None else int(arguments.memory * 2**30)
+    cap = sys.maxsize if arguments.memory is None else int(arguments.memory * GIB)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     report.introduce(console, photo, device, arguments.seed)
 
@@ -108,7 +109,7 @@ class _Bar:
         self._begun = True
 
     def using(self, used: int) -> None:
-        self._progress.update(self._task, using=report.size(used))
+        self._progress.update(self._task, using=format_bytes(used))
 
     def finish(self) -> None:
         self._progress.update(self._task, description="done", using="", advance=1)
@@ -165,7 +166,7 @@ def _run_stock(worker: Worker, shapes: Shapes, available: int) -> Outcome | NoRe
 
 
 def _needs(need: int, available: int) -> str:
-    return f"needs about {report.size(need)} at this size and {report.size(available)} is available"
+    return f"needs about {format_bytes(need)} at this size and {format_bytes(available)} is available"
 
 
 def shown_step(photo: Photo) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._bytes import MIB
 from .filters import Orientation, orientation
 from .measure import Measurement, available_memory, is_out_of_memory, measure, meter_for
 from .stages import Stage, stock_bands
@@ -26,7 +27,7 @@ from .stages import Stage, stock_bands
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STRIP_BYTES = 32 * 2**20  # of a result, sent or compared at once
+STRIP_BYTES = 32 * MIB  # of a result, sent or compared at once
 REPEATS = {"cpu": 1, "cuda": 5}
 
 

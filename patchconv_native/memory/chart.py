@@ -6,26 +6,20 @@ import math
 from dataclasses import dataclass
 from html import escape
 
-from . import words
+from .._bytes import byte_unit, format_bytes
+from . import views
+from .labels import shortened, where
 from .records import Stretch, Trace
-from .words import Node, size
+from .views import Node
 
 COLOURS = ("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#aaaa00")
-"""Of modules side by side: Paul Tol's light scheme, told apart by the colour-blind and made for dark text on it."""
+"""Of neighbouring modules: Paul Tol's light scheme, which the colour-blind can tell apart under dark text."""
 POINTS = 3000
 """Of a curve, at most about."""
 LANES = 4
 """Levels of modules below the curve."""
 BANDS = 2500
-"""Stays drawn in them: the longest."""
-
-
-def unit(most: float) -> tuple[int, str]:
-    """The unit of an axis up to `most` bytes."""
-    for value, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if most >= value:
-            return value, name
-    return 1, "B"
+"""Bands drawn in them at most: the longest ones."""
 
 
 def ticks(first: float, last: float, about: int) -> list[float]:
@@ -41,37 +35,40 @@ def ticks(first: float, last: float, about: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Band:
-    """A stay of a module, to be drawn in a lane."""
+    """A stretch of a module, drawn in a lane."""
 
     lane: int
     colour: int
     name: str
     label: str
-    stay: Stretch
+    stretch: Stretch
 
 
 def bands(trace: Trace, lanes: int, narrowest: float) -> list[Band]:
-    """The stays of the model's parts and of the modules in them, `lanes` levels deep, shorter ones left out."""
+    """Stretches of the model's children and of the modules in them, `lanes` levels deep.
+
+    Those shorter than `narrowest` are left out.
+    """
     found = []
 
     def add(node: Node, lane: int, colour: int) -> None:
         facts = node.facts
-        for stay in facts.stretches:
-            if stay.stop - stay.start >= narrowest:
-                found.append(Band(lane, colour, facts.name, node.label, stay))
+        for stretch in facts.stretches:
+            if stretch.stop - stretch.start >= narrowest:
+                found.append(Band(lane, colour, facts.name, node.label, stretch))
         if lane + 1 < lanes:
             for child in node.children:
                 add(child, lane + 1, colour)
 
-    for index, node in enumerate(words.parts(trace)):
+    for index, node in enumerate(views.parts(trace)):
         add(node, 0, index % len(COLOURS))
     if len(found) > BANDS:
-        found = sorted(found, key=lambda band: band.stay.start - band.stay.stop)[:BANDS]
+        found = sorted(found, key=lambda band: band.stretch.start - band.stretch.stop)[:BANDS]
     return found
 
 
 class Chart:
-    """Scales and drawing. Coordinates are the picture's own, 1200 wide."""
+    """Scales and drawing. The picture is 1200 units wide."""
 
     width, left, right, top = 1200, 76, 1184, 30
     bottom = 310
@@ -79,7 +76,7 @@ class Chart:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.curve = words.thinned(trace.curve, POINTS)
+        self.curve = views.thinned(trace.curve, POINTS)
         stops = [trace.duration, trace.peak.time, *(time for time, _ in self.curve[-1:])]
         self.first = min([0.0, *(time for time, _ in self.curve[:1])])
         self.last = max(stops) if max(stops) > self.first else self.first + 1.0
@@ -96,8 +93,8 @@ class Chart:
         return self.bottom - count / self.most * (self.bottom - self.top)
 
     def svg(self) -> str:
-        """The picture; texts in it are escaped."""
-        name = f"memory over the step, highest {size(self.trace.peak.bytes)}"
+        """The picture as text, with names escaped."""
+        name = f"memory over the step, highest {format_bytes(self.trace.peak.bytes)}"
         parts = [*self._phases(), *self._axes(), *self._line(), *self._lanes(), *self._peak()]
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" tabindex="0" aria-label="{escape(name)}">'
@@ -108,23 +105,23 @@ class Chart:
 
     def _phases(self) -> list[str]:
         parts = []
-        for index, stay in enumerate(self.trace.phases):
-            left, right = self.x(stay.start), self.x(stay.stop)
+        for index, phase in enumerate(self.trace.phases):
+            left, right = self.x(phase.start), self.x(phase.stop)
             shade = "even" if index % 2 else "odd"
             below = self.height - 42 - self.top + 24
             parts.append(
                 f'<rect class="phase {shade}" x="{left:.1f}" y="{self.top - 24}" width="{max(right - left, 1):.1f}" '
                 f'height="{below}"/>'
             )
-            if right - left > 7 * len(stay.phase):
+            if right - left > 7 * len(phase.phase):
                 parts.append(
-                    f'<text class="phase" x="{(left + right) / 2:.1f}" y="{self.top - 9}">{escape(stay.phase)}</text>'
+                    f'<text class="phase" x="{(left + right) / 2:.1f}" y="{self.top - 9}">{escape(phase.phase)}</text>'
                 )
         return parts
 
     def _axes(self) -> list[str]:
         parts = []
-        scale, name = unit(self.most)
+        scale, name = byte_unit(self.most)
         for tick in ticks(0, self.most / scale, 6):
             y = self.y(tick * scale)
             parts.append(f'<line class="grid" x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -141,11 +138,11 @@ class Chart:
         return parts
 
     def time_name(self) -> str:
-        """What the axis of time counts."""
+        """The unit of the axis of time."""
         return "operator" if self.trace.clock == "operators" else ("seconds" if self.last >= 1 else "milliseconds")
 
     def time_tick(self, time: float) -> str:
-        """A time in the unit of its axis."""
+        """A time in the unit of the axis."""
         if self.trace.clock == "operators":
             return f"{time:,.0f}"
         return f"{time if self.last >= 1 else 1e3 * time:.6g}"
@@ -168,19 +165,19 @@ class Chart:
     def _lanes(self) -> list[str]:
         parts = []
         for band in self.bands:
-            left, right = self.x(band.stay.start), self.x(band.stay.stop)
+            left, right = self.x(band.stretch.start), self.x(band.stretch.stop)
             y = self.bottom + 10 + band.lane * self.lane
             width = max(right - left - 0.6, 0.6)
-            kind = "band again" if band.stay.phase == "recompute" else "band"
-            said = f"{band.name or '(model)'}, {band.stay.phase}, peak {size(band.stay.peak)}"
+            kind = "band again" if band.stretch.phase == "recompute" else "band"
+            title = f"{band.name or '(model)'}, {band.stretch.phase}, peak {format_bytes(band.stretch.peak)}"
             parts.append(
                 f'<rect class="{kind}" x="{left:.1f}" y="{y}" width="{width:.1f}" height="{self.lane - 2}" '
                 f'fill="{COLOURS[band.colour]}" fill-opacity="{1 - 0.18 * band.lane:.2f}">'
-                f"<title>{escape(said)}</title></rect>"
+                f"<title>{escape(title)}</title></rect>"
             )
             letters = int((width - 6) / 6.2)
             if len(band.label) <= letters or letters >= 8:
-                label = escape(words.shortened(band.label, letters))
+                label = escape(shortened(band.label, letters))
                 parts.append(f'<text class="label" x="{left + width / 2:.1f}" y="{y + 12.5}">{label}</text>')
         return parts
 
@@ -191,9 +188,9 @@ class Chart:
         x, y = self.x(peak.time), self.y(peak.bytes)
         share = (peak.time - self.first) / (self.last - self.first)
         side = "start" if share < 0.25 else "end" if share > 0.75 else "middle"
-        text = words.shortened(words.where(peak), 70)
+        text = shortened(where(peak), 70)
         return [
             f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>',
             f'<text class="peak" text-anchor="{side}" x="{x:.1f}" y="{y - 11:.1f}">'
-            f'peak {size(peak.bytes)}<tspan class="where">  {escape(text)}</tspan></text>',
+            f'peak {format_bytes(peak.bytes)}<tspan class="where">  {escape(text)}</tspan></text>',
         ]

@@ -1,4 +1,4 @@
-"""Several runs beside each other: the same model before and after a change, say."""
+"""Several runs side by side, for instance a model before and after a change."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import words
-from .report import MemoryReport, _cell
-from .words import size
+from .._bytes import format_bytes
+from . import labels
+from .report import MemoryReport
+from .text import markdown_cell
 
 COLUMNS = ("run", "peak", "of first", "saved", "of first", "before the step", "peak at")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`print(comparison)`; ratios are to the first run."""
+    """Several reports, to print or to draw. Ratios are to the first run."""
 
     reports: dict[str, MemoryReport]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table's cells, one row a run, as COLUMNS names them."""
+        """The cells of the table: a row for each run, a cell for each of COLUMNS."""
         runs = list(self.reports.items())
         first = runs[0][1]
         rows: list[tuple[str, ...]] = []
         for name, report in runs:
-            peak = size(report.peak) if report.finished else f"over {size(report.peak)}"
-            saved = size(report.saved) if report.finished else f"over {size(report.saved)}"
+            peak = format_bytes(report.peak) if report.finished else f"over {format_bytes(report.peak)}"
+            saved = format_bytes(report.saved) if report.finished else f"over {format_bytes(report.saved)}"
             whole = report.finished and first.finished
             ratios = (_ratio(report.peak, first.peak, whole), _ratio(report.saved, first.saved, whole))
-            at = words.where(report.trace.peak) + ("" if report.finished else " (not finished)")
-            rows.append((name, peak, ratios[0], saved, ratios[1], size(report.static), at))
+            at = labels.where(report.trace.peak) + ("" if report.finished else " (not finished)")
+            rows.append((name, peak, ratios[0], saved, ratios[1], format_bytes(report.static), at))
         return rows
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]
-        rows = [(words.shortened(row[0], 32), *row[1:-1], words.shortened(row[-1], 56)) for row in rows]
+        rows = [(labels.shortened(row[0], 32), *row[1:-1], labels.shortened(row[-1], 56)) for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
         sides = "<>>>>><"
         return "\n".join(
@@ -45,19 +46,19 @@ class Comparison:
         )
 
     def to_markdown(self, path: str | Path | None = None) -> str:
-        """The table as Markdown, written to `path` if there is one."""
+        """The table as Markdown. Written to `path` if one is given."""
         lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * 5 + "---|"]
-        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in self.rows()]
+        lines += ["| " + " | ".join(map(markdown_cell, row)) + " |" for row in self.rows()]
         text = "\n".join(lines) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """A matplotlib figure of the runs over each other, written to `path` if there is one."""
+        """A matplotlib figure of the runs. Written to `path` if one is given."""
         from .plot import plot_runs
 
-        return plot_runs(self.reports, path)
+        return plot_runs({name: report.trace for name, report in self.reports.items()}, path)
 
 
 def _ratio(count: int, first: int, whole: bool) -> str:
@@ -65,7 +66,10 @@ def _ratio(count: int, first: int, whole: bool) -> str:
 
 
 def compare(reports: Mapping[str, MemoryReport], path: str | Path | None = None) -> Comparison:
-    """Reports by the names of their runs, the one that others are measured by first; at `path` their figure."""
+    """Compares reports, given by the names of their runs; ratios are to the first.
+
+    path: where to write a figure. Raises ValueError without reports.
+    """
     if not reports:
         raise ValueError("compare: no reports were given")
     comparison = Comparison(dict(reports))

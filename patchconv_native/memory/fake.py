@@ -1,7 +1,7 @@
-"""A step that computes nothing: fake tensors in the place of the model's, and the memory that they would take.
+"""Runs a step on fake tensors, which compute nothing, and counts the memory that real ones would take.
 
-Shapes, dtypes and autograd's graph are those of a real step; a storage counts from its making to its end. What an
-operator would take besides its results cannot be seen that way and is estimated (`workspace`).
+Shapes, dtypes and autograd's graph are those of a real step. A storage counts from its creation until it is freed. The
+memory that an operator takes besides its results is not visible this way; workspace.py estimates it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .sizes import storage, tensors
 from .workspace import workspace
 
-# Operators whose CPU kernels keep channels_last, and whose fake results are contiguous all the same; the argument whose
-# layout it is.
+# Operators whose CPU kernels keep channels_last although their fake results are contiguous, and the argument whose
+# layout they keep.
 _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
 
-
+# Operators that save for backward what only a real run can tell.
 _UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 
 
@@ -37,7 +37,7 @@ def _in_layout_of(given: Tensor, made: Tensor | None) -> Tensor | None:
 
 
 class Storages(TorchDispatchMode):
-    """Tells a census of every storage that an operator makes, of its end, and of workspaces in between."""
+    """Reports to a census every storage that an operator makes, when it is freed, and the operators' workspaces."""
 
     def __init__(self, census: Any, device: torch.device) -> None:
         from torch.utils.flop_counter import flop_registry  # imports triton: not with this package
@@ -50,11 +50,12 @@ class Storages(TorchDispatchMode):
         self._real: dict[int, Tensor] = {}
 
     def there_before(self, values: Any) -> None:
+        """These tensors were there before the step and are not counted."""
         for tensor in tensors(values):
             memory = storage(tensor)
             if memory is not None and memory._cdata not in self._known:
                 self._known.add(memory._cdata)
-                # Another storage can have its address when it is gone, as a number's that an operator was given.
+                # Once it is freed, another storage may get its address and must count.
                 weakref.finalize(memory, self._known.discard, memory._cdata).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +88,7 @@ class Storages(TorchDispatchMode):
         self.work["bytes"] += sum(t.nbytes for t in (*tensors(args), *tensors(result)) if t.layout == torch.strided)
 
     def there_before_if_real(self, values: Any) -> None:
-        """A real tensor that code brings along (a constant of the module's) was there before."""
+        """Real tensors among the arguments, such as a constant in the module's code, were there before."""
         for tensor in tensors(values):
             if not isinstance(tensor, FakeTensor):
                 self.there_before(tensor)
@@ -95,7 +96,7 @@ class Storages(TorchDispatchMode):
                     self._real[id(tensor)] = tensor
 
     def forget_gradients(self) -> None:
-        """Fake gradients of real tensors: a loss's own parameters."""
+        """Removes fake gradients from real tensors, such as the parameters of a loss."""
         for tensor in self._real.values():
             if isinstance(tensor.grad, FakeTensor):
                 tensor.grad = None
@@ -119,14 +120,15 @@ class Storages(TorchDispatchMode):
 
 
 def fake_device(device: torch.device) -> torch.device:
-    """Where fake tensors are said to be: a GPU's backward pass needs a GPU, also where nothing is computed."""
+    """The device of the fake tensors. Without a GPU it is the CPU: even a fake backward pass on CUDA needs a GPU."""
     return device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
 
 
 @contextlib.contextmanager
 def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple[FakeTensorMode, Any]]:
-    """Inside the block the model's parameters and buffers are fake, on `device`. Gives the mode and `values` with
-    fake tensors in the place of real ones. Afterwards the model is as it was; none of its tensors is touched.
+    """Replaces the model's parameters and buffers by fake ones on `device` for the block.
+
+    Yields the mode and `values` with fake tensors in place of real ones. The real tensors are not touched.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -152,10 +154,10 @@ def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple
     named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     state = {name: once(tensor) for name, tensor in named}
     given = torch.utils._pytree.tree_map_only(Tensor, once, values)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is raised a second time, with its traceback
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs the traceback of errors that it also raises
     level = log.level
     log.setLevel(logging.CRITICAL)
-    # The average of all batches needs their number, which a fake count has not.
+    # A cumulative average divides by the number of batches, which is unknown in a fake tensor.
     cumulative = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
     try:
         for module in cumulative:

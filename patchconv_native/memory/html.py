@@ -1,4 +1,4 @@
-"""A report as one page of HTML: text, style and script in one file, and nothing fetched from anywhere."""
+"""A report as one page of HTML. Style and script are in the file; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -6,43 +6,42 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import words
+from .._bytes import format_bytes
+from . import labels, views
 from .chart import Chart
 from .records import PHASES, ModuleFacts, Trace
-from .words import Node, size
-
-if TYPE_CHECKING:
-    from .report import MemoryReport
+from .views import Node
 
 HERE = Path(__file__).parent
 OPEN_ROWS = 60
-"""A tree of more rows is shown closed below the model's children."""
+"""A larger tree is closed below the model's children at first."""
 HELD = 40
+"""Rows of what was alive at the peak."""
 OPERATORS = 25
+"""Rows of what is saved, by operator."""
 TREE = (
-    ("parameters", "of the module and all inside of it"),
-    ("saved", "kept for backward by what ran inside of it, each memory once"),
-    ("own saved", "of that, by its own code, not by modules inside of it"),
-    ("forward peak", "the most memory at any moment of its forward pass, of everything counted"),
-    ("backward peak", "the same of its backward pass, with what a checkpoint runs again"),
-    ("rise", "the largest step from what there was when it began to its peak"),
-    ("calls", "forward passes, those in backward not counted"),
+    ("parameters", "of the module and all inside it"),
+    ("saved", "kept for backward by what ran inside it, each storage once"),
+    ("own saved", "of that, what its own code saved, not the modules inside it"),
+    ("forward peak", "the highest memory during its forward pass, everything counted"),
+    ("backward peak", "the same during its backward pass, with what a checkpoint recomputes"),
+    ("rise", "the largest difference between its peak and the memory when it began"),
+    ("calls", "forward passes, without those that a checkpoint recomputes"),
 )
 
 
-def page(report: MemoryReport) -> str:
+def page(trace: Trace) -> str:
     """The whole page."""
-    trace = report.trace
     title = escape(trace.title or "Memory of one step")
-    nodes = [node for tree in words.forest(trace) for node in tree.walk()]
+    nodes = [node for tree in views.forest(trace) for node in tree.walk()]
     chart = Chart(trace)
     body = "\n".join(
         [
-            f"<header><h1>{title}</h1><p>{escape(words.setting(trace))}</p></header>",
-            _said(trace),
-            _cards(report),
+            f"<header><h1>{title}</h1><p>{escape(labels.setting(trace))}</p></header>",
+            _notes(trace),
+            _cards(trace),
             f'<section><h2>Memory over the step</h2><div class="chart" id="chart">{chart.svg()}'
             '<div class="readout" id="readout" hidden></div></div></section>',
             _held(trace),
@@ -68,13 +67,13 @@ def _file(name: str) -> str:
 
 
 def _data(trace: Trace, nodes: list[Node], chart: Chart) -> dict[str, Any]:
-    """What the script reads: the chart's scales and curve, and every stay as module, phase, start and stop."""
+    """What the script reads: the chart's scales and curve, and every stretch as (module, phase, start, stop)."""
     every = [s.phase for node in nodes for s in node.facts.stretches] + [s.phase for s in trace.phases]
     phases = list(dict.fromkeys([*PHASES, *every]))
-    stays: list[list[float]] = []
+    stretches: list[list[float]] = []
     for index, node in enumerate(nodes):
         for s in node.facts.stretches:
-            stays.append([index, phases.index(s.phase), _rounded(s.start), _rounded(s.stop)])
+            stretches.append([index, phases.index(s.phase), _rounded(s.start), _rounded(s.stop)])
     whole = [[phases.index(s.phase), _rounded(s.start), _rounded(s.stop)] for s in trace.phases]
     return {
         "clock": trace.clock,
@@ -84,7 +83,7 @@ def _data(trace: Trace, nodes: list[Node], chart: Chart) -> dict[str, Any]:
         "curve": [[_rounded(time), count] for time, count in chart.curve],
         "phases": phases,
         "whole": whole,
-        "stays": stays,
+        "stretches": stretches,
     }
 
 
@@ -92,7 +91,7 @@ def _rounded(time: float) -> float:
     return float(f"{time:.7g}")
 
 
-def _said(trace: Trace) -> str:
+def _notes(trace: Trace) -> str:
     """The error and the notes."""
     parts = []
     if trace.error:
@@ -106,23 +105,24 @@ def _said(trace: Trace) -> str:
     return "\n".join(parts)
 
 
-def _cards(report: MemoryReport) -> str:
-    trace = report.trace
+def _cards(trace: Trace) -> str:
+    peak, parameters = trace.peak.bytes, views.parameters(trace)
     cards = [
-        ("peak", size(report.peak), f"{words.moment(trace, trace.peak.time)}: {words.where(trace.peak)}"),
-        ("saved for backward", size(report.saved), _share(report.saved, report.peak)),
-        ("parameters", size(report.parameters), _share(report.parameters, report.peak)),
-        ("before the step", size(report.static), ", ".join(words.kinds(trace.static))),
+        ("peak", format_bytes(peak), f"{labels.moment(trace, trace.peak.time)}: {labels.where(trace.peak)}"),
+        ("saved for backward", format_bytes(trace.saved), _share(trace.saved, peak)),
+        ("parameters", format_bytes(parameters), _share(parameters, peak)),
+        ("before the step", format_bytes(sum(trace.static.values())), ", ".join(views.static_kinds(trace.static))),
     ]
     if trace.after:
-        cards.append(("after the step", size(sum(trace.after.values())), ", ".join(words.kinds(trace.after))))
-    length = f"{trace.duration:,.0f} operators" if trace.clock == "operators" else words.moment(trace, trace.duration)
+        after = format_bytes(sum(trace.after.values()))
+        cards.append(("after the step", after, ", ".join(views.static_kinds(trace.after))))
+    length = f"{trace.duration:,.0f} operators" if trace.clock == "operators" else labels.moment(trace, trace.duration)
     cards.append(("length", length, f"{len(trace.modules):,} modules"))
-    shown = "".join(
+    body = "".join(
         f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>'
         for name, value, more in cards
     )
-    return f'<div class="cards">{shown}</div>'
+    return f'<div class="cards">{body}</div>'
 
 
 def _share(part: int, whole: int) -> str:
@@ -130,17 +130,17 @@ def _share(part: int, whole: int) -> str:
 
 
 def _number(count: int | None, most: int, text: str | None = None) -> str:
-    """A cell with a value to sort by and a bar."""
+    """A cell with its value for sorting, and a bar."""
     if count is None:
         return '<td data-v="-1"></td>'
     bar = f' style="--w:{100 * count / most:.3g}"' if most and count > 0 else ""
-    return f'<td data-v="{count}"{bar}>{size(count) if text is None else text}</td>'
+    return f'<td data-v="{count}"{bar}>{format_bytes(count) if text is None else text}</td>'
 
 
 def _values(facts: ModuleFacts) -> tuple[int | None, ...]:
-    """A module's values of TREE, but for the calls."""
+    """A module's values for TREE, without the calls."""
     rise = max((s.peak - s.before for s in facts.stretches), default=None)
-    peaks = words.peak_of(facts, "forward"), words.peak_of(facts, "backward")
+    peaks = views.peak_of(facts, "forward"), views.peak_of(facts, "backward")
     return facts.parameters, facts.saved, facts.own_saved, *peaks, rise
 
 
@@ -183,26 +183,26 @@ def _table(title: str, lead: str, heads: Sequence[str], rows: Iterable[str], nam
 
 
 def _held(trace: Trace) -> str:
-    shown, rest, count = words.grouped(trace.peak.held, HELD)
-    if not shown:
+    rows_held, rest, count = views.largest(trace.peak.held, HELD)
+    if not rows_held:
         return ""
-    most = max(one.bytes for one in shown)
+    most = max(one.bytes for one in rows_held)
     rows = [
-        f'<tr><th scope="row">{escape(one.module or words.OUTSIDE)}</th><td>{escape(one.operator)}</td>'
+        f'<tr><th scope="row">{escape(one.module or labels.OUTSIDE)}</th><td>{escape(one.operator)}</td>'
         f"<td>{escape(one.phase)}</td>{_number(one.bytes, most)}{_number(one.count, 0, f'{one.count:,}')}</tr>"
-        for one in shown
+        for one in rows_held
     ]
     if count:
         rows.append(
             f'<tr class="rest"><th scope="row">{count:,} more</th><td></td><td></td>{_number(rest, 0)}<td></td></tr>'
         )
-    lead = f"{size(trace.peak.bytes)} at {words.moment(trace, trace.peak.time)}, by who allocated it."
+    lead = f"{format_bytes(trace.peak.bytes)} at {labels.moment(trace, trace.peak.time)}, by who allocated it."
     heads = ("module", "operator", "phase", "bytes", "tensors")
     return _table("Alive at the peak", lead, heads, rows, "held")
 
 
 def _operators(trace: Trace) -> str:
-    found = dict(words.model(trace).saved_by)
+    found = dict(views.model(trace).saved_by)
     if outside := trace.saved - sum(found.values()):
         found["(outside of the model)"] = found.get("(outside of the model)", 0) + outside
     ordered = sorted(((name, count) for name, count in found.items() if count > 0), key=lambda row: -row[1])
@@ -211,12 +211,12 @@ def _operators(trace: Trace) -> str:
     if rest := ordered[OPERATORS:]:
         ordered = [*ordered[:OPERATORS], (f"{len(rest):,} more", sum(count for _, count in rest))]
     rows = [f'<tr><th scope="row">{escape(name)}</th>{_number(count, ordered[0][1])}</tr>' for name, count in ordered]
-    lead = f"{size(trace.saved)} kept for backward, by the operator that saved it."
+    lead = f"{format_bytes(trace.saved)} kept for backward, by the operator that saved it."
     return _table("Saved, by operator", lead, ("operator", "bytes"), rows, "operators")
 
 
 def _static(trace: Trace) -> str:
-    names = words.kinds(trace.static, trace.after)
+    names = views.static_kinds(trace.static, trace.after)
     if not names:
         return ""
     most = max(max(trace.static.get(name, 0), trace.after.get(name, 0)) for name in names)
@@ -227,5 +227,5 @@ def _static(trace: Trace) -> str:
     ]
     before, after = (sum(table.values()) for table in (trace.static, trace.after))
     rows.append(f'<tr class="rest"><th scope="row">in all</th>{_number(before, 0)}{_number(after, 0)}</tr>')
-    lead = "What was there when the step began, and what is left when it is over."
+    lead = "Memory in use when the step began, and when it was over."
     return _table("Before and after", lead, ("", "before", "after"), rows, "static")

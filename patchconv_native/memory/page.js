@@ -18,7 +18,7 @@
     return time >= 1 ? time.toPrecision(4) + " s" : (1e3 * time).toPrecision(4) + " ms";
   }
 
-  // The tree: rows as they came, and the same as parents and children.
+  // The tree: its rows, and for each a node with its parent and children.
   const table = document.getElementById("tree");
   const rows = table ? Array.from(table.tBodies[0].rows) : [];
   const root = { children: [], depth: -1, open: true };
@@ -108,7 +108,7 @@
     });
     const heads = Array.from(table.tHead.rows[0].cells);
     heads.forEach(function (head, column) {
-      // Numbers first from the largest, words from the first; a third click brings back the model's order.
+      // Numbers begin with the largest, words with A. A third click restores the order of the model.
       const turns = column >= 2 ? ["descending", "ascending", "none"] : ["ascending", "descending", "none"];
       head.querySelector("button").addEventListener("click", function () {
         const next = turns[(turns.indexOf(head.getAttribute("aria-sort")) + 1) % 3];
@@ -129,7 +129,7 @@
     }
   }
 
-  // The chart: a read-out at the pointer, and the stays of the module that is pointed at in the tree.
+  // The chart: a read-out at the pointer, and the stretches of the module under the pointer in the tree.
   const chart = document.getElementById("chart");
   const svg = chart.querySelector("svg");
   const readout = document.getElementById("readout");
@@ -151,12 +151,12 @@
 
   function innermost(time) {
     let best = null;
-    for (const stay of data.stays) {
-      if (stay[2] > time || stay[3] < time) continue;
-      const depth = nodes[stay[0]].depth;
-      if (!best || depth > best.depth) best = { depth: depth, stay: stay };
+    for (const stretch of data.stretches) {
+      if (stretch[2] > time || stretch[3] < time) continue;
+      const depth = nodes[stretch[0]].depth;
+      if (!best || depth > best.depth) best = { depth: depth, stretch: stretch };
     }
-    return best && best.stay;
+    return best && best.stretch;
   }
 
   function line(tag, text) {
@@ -177,10 +177,10 @@
     line("b", size(count));
     line("span", moment(now));
     const phase = data.whole.find(function (one) { return one[1] <= now && now <= one[2]; });
-    const stay = innermost(now);
-    if (stay) {
-      line("span", rows[stay[0]].dataset.name || "(model)");
-      line("span", rows[stay[0]].cells[1].textContent + ", " + data.phases[stay[1]]);
+    const stretch = innermost(now);
+    if (stretch) {
+      line("span", rows[stretch[0]].dataset.name || "(model)");
+      line("span", rows[stretch[0]].cells[1].textContent + ", " + data.phases[stretch[1]]);
     } else if (phase) {
       line("span", data.phases[phase[0]]);
     }
@@ -213,12 +213,12 @@
 
   function mark(index) {
     marked.textContent = "";
-    for (const stay of data.stays) {
-      if (stay[0] !== index) continue;
-      const x = toX(stay[2]), rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+    for (const stretch of data.stretches) {
+      if (stretch[0] !== index) continue;
+      const x = toX(stretch[2]), rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       rect.setAttribute("x", x);
       rect.setAttribute("y", top);
-      rect.setAttribute("width", Math.max(toX(stay[3]) - x, 1.5));
+      rect.setAttribute("width", Math.max(toX(stretch[3]) - x, 1.5));
       rect.setAttribute("height", svg.viewBox.baseVal.height - 42 - top);
       marked.appendChild(rect);
     }

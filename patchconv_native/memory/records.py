@@ -1,8 +1,7 @@
-"""What a trace of one step found: plain data, in bytes and on one clock. `trace` fills it, `report` and `plot` show it.
+"""The result of tracing one step, as plain data. `trace` fills it; the reports and figures read it.
 
-Bytes are of everything that is counted: what was there before the step (`static`) and what the step allocated. The
-clock is seconds since the step began; of a step with fake tensors, which computes nothing, it is the number of the
-operator.
+Numbers are bytes in use at a time: what was there before the step (`static`) and what the step allocated. The clock is
+seconds since the step began. With fake tensors nothing is computed, and the clock counts operators instead.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 PHASES = ("forward", "backward", "recompute", "optimizer")
-"""Of a stretch. "recompute" is a forward pass inside of backward: what a checkpoint runs again."""
+"""Phases of a stretch. "recompute" is a forward pass inside the backward pass, as a checkpoint runs it."""
 
 
 @dataclass
 class Stretch:
-    """One stay in a module, or in a phase of the whole step."""
+    """The time from entering a module, or a phase of the whole step, to leaving it."""
 
     phase: str
     start: float
@@ -23,38 +22,38 @@ class Stretch:
     before: int
     after: int
     peak: int
-    """The most inside of it, workspaces of operators included."""
+    """The highest value in between, with the workspaces of operators."""
 
 
 @dataclass
 class ModuleFacts:
-    """One module, with all that is inside of it."""
+    """One module with everything inside it."""
 
     name: str
-    """As in named_modules(): "" is the model itself."""
+    """Its name in named_modules(). "" is the model itself."""
     type: str
     parameters: int = 0
     buffers: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """Of its parameters' state."""
+    """Bytes of the optimizer's state for its parameters."""
     saved: int = 0
-    """Kept for backward by what ran inside of it, each memory once, where it was saved first. Without parameters."""
+    """Bytes saved for backward by what ran inside it, without parameters. A storage counts once, where first saved."""
     saved_by: dict[str, int] = field(default_factory=dict)
-    """The same by the operator that saved it, such as "aten::convolution"."""
+    """The same bytes by the operator that saved them, such as "aten::convolution"."""
     own_saved: int = 0
-    """Of `saved`, what was saved by this module's own code, not by modules inside of it."""
+    """The part of `saved` that this module's own code saved, not the modules inside it."""
     stretches: list[Stretch] = field(default_factory=list)
-    """In order of time. A module can be called several times, and can be in backward several times a call."""
+    """In order of time. A module may be called several times, and one call may have several stretches in backward."""
 
     def peak(self, phase: str) -> int | None:
-        """The most inside of it in a phase; None where it had none."""
+        """The highest value inside it in a phase. None if it was not in that phase."""
         return max((s.peak for s in self.stretches if s.phase == phase), default=None)
 
 
 @dataclass
 class Held:
-    """Memory alive at the peak, by who allocated it."""
+    """Memory in use at the peak, grouped by what allocated it."""
 
     module: str
     operator: str
@@ -71,11 +70,11 @@ class Peak:
     bytes: int
     time: float
     module: str
-    """The innermost one at work then; "" may also be the step's own code."""
+    """The innermost one that was running. "" is the model itself or the code of the step around it."""
     operator: str
     phase: str
     held: list[Held] = field(default_factory=list)
-    """What was alive, largest first."""
+    """The memory in use, largest first."""
 
 
 @dataclass
@@ -90,23 +89,23 @@ class Trace:
     amp: str | None
     """The dtype of autocast."""
     static: dict[str, int]
-    """What was there before the step: "parameters", "buffers", "gradients", "optimizer", "inputs", "other"."""
+    """Bytes before the step: "parameters", "buffers", "gradients", "optimizer", "inputs", "other"."""
     after: dict[str, int]
-    """What there is when it is over, by the same names."""
+    """Bytes after the step, by the same names."""
     phases: list[Stretch]
-    """Of the whole step: forward, backward, optimizer, as far as it came."""
+    """The whole step: forward, backward, optimizer, as far as it came."""
     modules: list[ModuleFacts]
     """In the order of named_modules()."""
     curve: list[tuple[float, int]]
-    """Time and bytes, at every change."""
+    """Time and bytes in use, at every change."""
     peak: Peak
     saved: int
-    """Kept for backward in all: the model's `saved` and what code around it (a loss) saved."""
+    """Bytes saved for backward in all: by the model, and by code around it such as a loss."""
     duration: float
-    """Of the step, on the clock."""
+    """Length of the step on the clock."""
     work: dict[str, int] = field(default_factory=dict)
-    """Of a fake step: "flops" of all operators, and the "bytes" that they read and write."""
+    """Of a fake step: the "flops" of all operators, and the "bytes" that they read and write."""
     notes: list[str] = field(default_factory=list)
-    """What the reader should know: what was not counted, say."""
+    """Remarks for the reader, for instance what was not counted."""
     error: str | None = None
-    """Of a step that was not finished (out of memory)."""
+    """The error that ended an unfinished step, such as out of memory."""

@@ -1,4 +1,4 @@
-"""What a step changes is put back: values of tensors, gradients, attributes of modules, random states, an optimizer.
+"""Restores what a step changes: tensors, gradients, attributes of modules, random states, an optimizer.
 
 Copies of values are made on the CPU, before anything is counted.
 """
@@ -22,7 +22,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextlib.contextmanager
 def attributes_as_they_were(model: nn.Module) -> Iterator[None]:
-    """Attributes of modules, of which a step may make new ones (caches, lazily made layers) or replace others."""
+    """Restores the attributes of modules after the block. A step may add some (caches, lazy layers) or replace some."""
     modules = list(model.modules())
     before = [(dict(vars(m)), {name: dict(vars(m)[name]) for name in _TABLES}) for m in modules]
     try:
@@ -50,8 +50,9 @@ def _copied(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def values_as_they_were(model: nn.Module, optimizer: Any, inputs: Any, device: torch.device) -> Iterator[int]:
-    """Values of tensors, gradients, random states and an optimizer's state. Gradients from before are set aside; gives
-    their bytes on the device.
+    """Restores tensors, gradients, random states and the optimizer's state after the block.
+
+    Gradients from before are removed for the block. Yields their bytes on the device.
     """
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     parameters = list(model.parameters())
@@ -71,7 +72,7 @@ def values_as_they_were(model: nn.Module, optimizer: Any, inputs: Any, device: t
             tensor.grad = None
     numpy = sys.modules.get("numpy")
     numbers = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with contextlib.ExitStack() as stack:  # each is put back, whatever becomes of the others
+    with contextlib.ExitStack() as stack:  # so that each is restored even if another fails
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.callback(random.setstate, numbers[0])
         if numpy is not None:

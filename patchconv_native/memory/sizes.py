@@ -1,4 +1,4 @@
-"""Bytes of tensors: every storage once, whatever looks at it."""
+"""Bytes of tensors. A storage counts once, however many tensors share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Its storage; None of what has none of its own (sparse tensors, some subclasses)."""
+    """The tensor's storage. None for tensors without one (sparse tensors, some subclasses)."""
     try:
         found = tensor.untyped_storage()
         found.nbytes()
@@ -34,7 +34,7 @@ def storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def storages(values: Iterable[Tensor]) -> dict[int, int]:
-    """Address of every storage, and its bytes."""
+    """The bytes of every storage, by its address."""
     found = {}
     for tensor in values:
         memory = storage(tensor)
@@ -44,7 +44,7 @@ def storages(values: Iterable[Tensor]) -> dict[int, int]:
 
 
 def total(values: Iterable[Tensor], known: set[int] | None = None) -> int:
-    """Bytes of all storages; those in `known` do not count, and the rest is added to it."""
+    """Bytes of all storages that are not in `known`. They are added to it."""
     known = set() if known is None else known
     new = {key: size for key, size in storages(values).items() if key not in known}
     known.update(new)

@@ -1,8 +1,9 @@
-"""From a census's events to stretches, the curve and the peak.
+"""Turns the events of a census into stretches, the curve and the peak.
 
-Frames are nested as the step's code was: the step's phase, modules in forward (or, within backward, in recompute), and
-in backward the modules whose nodes are at work. A node belongs to the module that made it: nodes are numbered in the
-order in which they are made, and a module's forward pass covers a range of numbers.
+Frames are nested like the calls of the step: outermost its phase, in it the modules that are called, in forward or, in
+the backward pass, in recompute. In backward a frame is also opened for each module whose nodes run. A node belongs to
+the module that made it: autograd numbers nodes in the order of their making, so that each call of a module in the
+forward pass covers a range of numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .records import PHASES, Held, Peak, Stretch
 MEMORY, ENTER, LEAVE, NODE, REFUSED = range(5)
 """Kinds of events, as in csrc/memory/census.h."""
 STEP = {phase: -1 - i for i, phase in enumerate(PHASES)}
-"""Marks of the whole step's phases; a module's mark is its number."""
+"""Marks of the phases of the whole step. The mark of a module is its number."""
 _PHASE = {mark: phase for phase, mark in STEP.items()}
 
 Call = tuple[int, int]
-"""A module and which of its calls."""
+"""A module's number, and the number of its call."""
 
 
 @dataclass
@@ -33,25 +34,25 @@ class _Frame:
     call: Call | None
     stretch: Stretch
     backward: bool = False
-    """Opened by a node, not by a call."""
+    """Opened by a node in the backward pass, not by a call."""
 
 
 @dataclass
 class Timeline:
-    """What the events say."""
+    """What `timeline` finds."""
 
     stretches: dict[int, list[Stretch]] = field(default_factory=lambda: defaultdict(list))
-    """Of each module, by its number."""
+    """By the number of the module."""
     phases: list[Stretch] = field(default_factory=list)
     curve: list[tuple[float, int]] = field(default_factory=list)
     peak: Peak = field(default_factory=lambda: Peak(0, 0.0, "", "", ""))
     duration: float = 0.0
     refused: tuple[int, str, str] | None = None
-    """Bytes that could not be had, the operator and the module that asked for them."""
+    """An allocation that failed: bytes, operator and module."""
 
 
 class _Replay:
-    """The events in order, with the frames that are open."""
+    """Goes through the events in order and keeps the open frames."""
 
     def __init__(self, events: dict[str, Any], base: int, scale: float, names: list[str]) -> None:
         self.events, self.scale, self.names = events, scale, names
@@ -61,11 +62,12 @@ class _Replay:
         self.current = base
         self.now = 0.0
         self.calls: dict[int, int] = defaultdict(int)
-        self.bounds: list[int] = []  # node numbers from which on
-        self.chains: list[tuple[Call, ...]] = []  # these calls were open
+        # Nodes numbered bounds[i] and above, below bounds[i + 1], were made while the calls in chains[i] were open.
+        self.bounds: list[int] = []
+        self.chains: list[tuple[Call, ...]] = []
 
     def where(self) -> tuple[str, str]:
-        """The module at work, and the phase."""
+        """The innermost open module and the phase."""
         phase = self.frames[-1].stretch.phase if self.frames else ""
         module = next((f.mark for f in reversed(self.frames) if f.mark >= 0), None)
         return "" if module is None else self.names[module], phase
@@ -98,7 +100,7 @@ class _Replay:
             self.bound(node)
 
     def leave(self, mark: int, node: int) -> None:
-        # What a node opened ends with the phase; what an error left open ends with what is around it.
+        # Frames opened by nodes end with the phase. Frames that an error left open end with the frame around them.
         if any(f.mark == mark and not f.backward for f in self.frames):
             while self.frames[-1].mark != mark or self.frames[-1].backward:
                 self.close()
@@ -112,12 +114,12 @@ class _Replay:
 
     def node(self, number: int) -> None:
         if number < 0 or not self.bounds or self.step_phase() != "backward":
-            return  # a gradient's accumulation belongs to what was at work before
+            return  # accumulating a gradient belongs to the module that ran before it
         place = bisect_right(self.bounds, number) - 1
         chain = self.chains[place] if place >= 0 else ()
         opened = [f.call for f in self.frames if f.backward]
         if any(f.mark >= 0 and not f.backward for f in self.frames):
-            return  # inside of a recompute
+            return  # inside a recompute
         same = 0
         while same < min(len(chain), len(opened)) and chain[same] == opened[same]:
             same += 1
@@ -128,15 +130,17 @@ class _Replay:
 
 
 def operator_name(name: str) -> str:
-    """A node's or operator's name without what C++ puts around it."""
+    """The name of a node or operator without C++ namespaces and templates."""
     if inner := re.search(r"CppNode<(.*)>", name):
         name = inner[1]
     return name.replace("(anonymous namespace)::", "").replace("torch::autograd::", "")
 
 
 def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, static: dict[str, int]) -> Timeline:
-    """base: bytes before the step, of which `static` says what they are. names: of modules, by number. scale: of
-    the events' clock.
+    """The stretches, curve and peak of a step.
+
+    events: from `Census.events()`. base: bytes before the step; `static` divides them into kinds. names: of modules, by
+    number. scale: one tick of the events' clock in units of the trace's.
     """
     replay = _Replay(events, base, scale, names)
     found = replay.found

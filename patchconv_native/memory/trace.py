@@ -1,9 +1,9 @@
-"""One step of a model, measured: what every module allocates, holds and saves, and where the peak is.
+"""Traces one step of a model: what every module allocates and saves, and where the peak is.
 
-A census in the library (csrc/memory) hears of every allocation on the CPU or a GPU, with the operator that asked for
-it, workspaces included; hooks mark when modules begin and end. Nothing is put into autograd's graph: in backward a
-node belongs to the module that made it. With fake tensors nothing is computed or allocated, and storages are counted
-instead (`fake`).
+A census in the library (csrc/memory) records every allocation on the CPU or a GPU with the operator that asked for it,
+workspaces included. Hooks record when modules begin and end. Nothing is added to autograd's graph: in backward a node
+belongs to the module that made it. With fake tensors nothing is computed or allocated; storages are counted instead
+(fake.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .. import _library
 from . import fake as fakes
+from .labels import OUTSIDE
 from .records import ModuleFacts, Trace
 from .report import MemoryReport
 from .restore import attributes_as_they_were, values_as_they_were
 from .sizes import storage, storages, tensors, total
 from .timeline import STEP, operator_name, timeline
-from .words import OUTSIDE
 
 _C = _library.load()
 
@@ -37,7 +37,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Opt
 
 
 class _Sum(torch.autograd.Function):
-    """A sum whose gradient is a tensor of its own, as that of a real loss is, not one number spread out."""
+    """A sum whose gradient is a full tensor, like that of a real loss. `Tensor.sum` expands a single number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class _Sum(torch.autograd.Function):
 
 
 def sum_of(output: Any) -> Tensor:
-    """The loss where none is given: the sum of all that has a gradient in what the model returned."""
+    """The default loss: the sum of all outputs that require a gradient. ValueError if none does."""
     parts = [_Sum.apply(t) for t in tensors(output) if t.requires_grad]
     if not parts:
         raise ValueError("memory.trace: expected an output that requires a gradient, or train=False; got none")
@@ -59,13 +59,13 @@ def sum_of(output: Any) -> Tensor:
 
 
 def device_of(model: nn.Module, inputs: Any) -> torch.device:
-    """Where the model is, or else its inputs; of what is nowhere (meta tensors), the CPU."""
+    """The device of the model, or else of its inputs. The CPU if all are meta tensors."""
     every = (*model.parameters(), *model.buffers(), *tensors(inputs))
     return next((t.device for t in every if t.device.type != "meta"), torch.device("cpu"))
 
 
 class _Saved:
-    """What autograd saves, while it is saved, and by whom. Hooks that are at work outside go on working."""
+    """Saved-tensor hooks that record what autograd saves, for which module. Hooks set outside stay in effect."""
 
     def __init__(self, census: Any, at_work: Callable[[], tuple[int, ...]]) -> None:
         self._census, self._at_work = census, at_work
@@ -89,7 +89,7 @@ class _Saved:
         return holder.value
 
     def count(self, without: set[int]) -> list[tuple[tuple[int, ...], str, int]]:
-        """Modules that were being called, operator and bytes of every storage that is saved now, each once."""
+        """For every storage that is saved now: the modules that were running, the operator, and its bytes."""
         seen, rows = set(without), []
         for reference, module, operator in self._kept:
             holder = reference()
@@ -102,7 +102,7 @@ class _Saved:
 
 
 class _Kept:
-    """What the hook gives to a node: as long as it lives, the node keeps the tensor."""
+    """Stands for a saved tensor in a node. The node keeps the tensor as long as this object lives."""
 
     __slots__ = ("__weakref__", "value", "version")
 
@@ -111,7 +111,7 @@ class _Kept:
 
 
 class _Marks:
-    """Module hooks which tell the census who is at work. They are global: the model keeps its own."""
+    """Tells the census which module runs. Its hooks are global, so that the model's own stay as they are."""
 
     def __init__(self, census: Any, modules: dict[nn.Module, int]) -> None:
         self._census, self._modules = census, modules
@@ -120,7 +120,7 @@ class _Marks:
         self.in_backward = False
 
     def at_work(self) -> tuple[int, ...]:
-        """The modules that are being called, outermost first."""
+        """The modules that are running, outermost first."""
         return tuple(self.open)
 
     def __enter__(self) -> _Marks:
@@ -134,7 +134,7 @@ class _Marks:
             handle.remove()
 
     def _mine(self, module: nn.Module) -> int | None:
-        # A GPU's backward pass, and what a checkpoint runs again in it, is on a thread of autograd's own; ours waits.
+        # On a GPU the backward pass, with what checkpoints recompute in it, runs on a thread of autograd. Ours waits.
         ours = self.in_backward or threading.get_ident() == self._thread
         return self._modules.get(module) if ours else None
 
@@ -162,23 +162,22 @@ def trace(
     train: bool = True,
     snapshot: str | Path | None = None,
 ) -> MemoryReport:
-    """Runs one step of `model(*inputs, **kwargs)` and tells where its memory goes.
+    """Runs one step of `model(*inputs, **kwargs)` and reports where its memory goes.
 
     A step is the forward pass, `loss(output)` (by default the sum of the outputs), its backward pass and, if an
     optimizer is given (one over the model's parameters, or a function that makes one of them), its step. train=False:
-    the forward pass alone, without gradients. amp: the dtype of autocast. The model's train or eval mode stays as it
-    is. Afterwards the model, its inputs, gradients, the optimizer and random states (torch's, Python's, NumPy's) are
-    what they were; what other objects did in the step is not undone.
+    only the forward pass, without gradients. amp: the dtype of autocast. The model's train or eval mode is not changed.
+    Afterwards the model, its inputs, gradients, the optimizer and random states (torch's, Python's, NumPy's) are
+    restored; what other objects did in the step is not undone.
 
-    fake: nothing is computed and no memory is taken, at any size: inputs may be tensors made under a FakeTensorMode, or
-    on the meta device. device: whose memory is counted, by default the model's; with fake it may be another than the
-    model's. Without a GPU, a fake step "on" cuda counts the operators that the CPU would run, with the GPU's
-    workspaces.
+    fake: computes nothing and takes no memory, at any size. Inputs may then be tensors made under a FakeTensorMode or
+    on the meta device. device: the device whose memory is counted, by default the model's; with fake it may be another.
+    Without a GPU, a fake step on cuda counts the operators that the CPU would run, with the GPU's workspaces.
 
-    The memory counted is what torch's allocators give out for one device, not what libraries take besides (cuBLAS,
-    the CUDA context). An error in the step is raised as it is, with the report up to there as `error.memory_report`.
+    Only the memory from torch's allocators is counted, not what libraries allocate themselves (cuBLAS, the CUDA
+    context). An error in the step is raised unchanged, with the report up to there as `error.memory_report`.
     snapshot: on CUDA, the file for torch's own snapshot of the allocator (torch.cuda.memory). Raises TypeError and
-    ValueError for bad arguments, RuntimeError inside of torch.profiler.
+    ValueError for bad arguments, RuntimeError inside torch.profiler.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory.trace: expected model to be a torch.nn.Module, got {type(model).__name__}")
@@ -216,7 +215,7 @@ def trace(
 
 
 class _Step:
-    """One run, and what becomes its report."""
+    """One traced run."""
 
     def __init__(
         self, model: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any], loss: Loss,
@@ -239,7 +238,7 @@ class _Step:
                 parameter.grad = None
         static = self.sizes(model, inputs, kwargs)
         own = set(storages([*model.parameters(), *model.buffers()]))
-        gc.collect()  # what a cycle holds would otherwise be freed, uncounted, in the middle
+        gc.collect()  # so that garbage from before is not freed during the step
         if self.device.type == "cuda" and not self.fake:
             now = torch.cuda.memory_allocated(self.device) - self.aside
             static["other"] = max(0, now - sum(static.values()))
@@ -253,7 +252,7 @@ class _Step:
         finally:
             census.stop()
             if error is not None:
-                with contextlib.suppress(Exception):  # the step's error is the one to be seen
+                with contextlib.suppress(Exception):  # an error here must not hide the step's
                     error.memory_report = self.report(model, inputs, kwargs, census.events(), static, error)  # type: ignore[attr-defined]
         return self.report(model, inputs, kwargs, census.events(), static, None)
 
@@ -299,7 +298,7 @@ class _Step:
             census.leave(STEP[name])
 
     def sizes(self, model: nn.Module, inputs: Any, kwargs: Any) -> dict[str, int]:
-        """Bytes on the device, each storage in the first that has it."""
+        """Bytes on the device by kind. A storage counts for the first kind that has it."""
         known: set[int] = set()
         parameters = list(model.parameters())
         made = self.made or (self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else None)

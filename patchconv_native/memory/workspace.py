@@ -1,4 +1,4 @@
-"""What an operator takes for itself while it runs, besides its results: an estimate for fake tensors, in bytes."""
+"""Estimates the workspace of operators, in bytes: the memory that one takes while it runs, besides its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """Of one call, by its operator and fake arguments; 0 where nothing is known."""
+    """The workspace of one call with fake arguments. 0 for operators without a rule."""
     rule = _rules().get(func)
     return 0 if rule is None else rule(args, kwargs, result, device)
 
@@ -31,7 +31,7 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.convolution_backward.default: _stock_backward,
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
         _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
-        torch.ops.patchconv._max_pool_backward.default: _own_max_pool_backward,
+        torch.ops.patchconv._max_pool_backward.default: _patchconv_max_pool_backward,
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm,
         torch.ops.patchconv._layer_norm.default: _layer_norm,
@@ -40,21 +40,21 @@ def _rules() -> dict[Any, Callable[..., int]]:
     for dims in (1, 2, 3):
         for transposed in ("", "_transpose"):
             name = f"conv{transposed}{dims}d"
-            own = functools.partial(_own_forward, bool(transposed))
-            rules[getattr(torch.ops.patchconv, name).default] = own
+            forward = functools.partial(_patchconv_forward, bool(transposed))
+            rules[getattr(torch.ops.patchconv, name).default] = forward
             rules[getattr(torch.ops.patchconv, f"{name}_backward").default] = functools.partial(
-                _own_backward, bool(transposed)
+                _patchconv_backward, bool(transposed)
             )
-    rules[torch.ops.patchconv._conv2d_fused.default] = functools.partial(_own_forward, False)
+    rules[torch.ops.patchconv._conv2d_fused.default] = functools.partial(_patchconv_forward, False)
     return rules
 
 
-def _plan(
+def _tiling(
     size: tuple[int, ...], strides: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, device: str,
     stride: Any, padding: Any, dilation: Any, groups: int, pass_: str,
     output_padding: Any = None, transposed: bool = False, padding_mode: str = "zeros", splits: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Of a convolution on an input of `size`, as `explain` has it."""
+    """How a convolution of an input of `size` would be computed, as in `explain`."""
     dims = len(weight) - 2
 
     def entries(value: Any) -> list[int]:
@@ -78,13 +78,15 @@ def _stock(
     device: str, stock: int, pass_: str, size: Any, out: Any, weight: Any, dtype: torch.dtype,
     stride: Any, groups: int, last: bool,
 ) -> int:  # fmt: skip
-    """Of one pass of a stock call. `stock` is the plan's bound; where it says that oneDNN computes on the CPU, this is
-    what was seen to be allocated (torch 2.14): NCHW tensors are reordered into copies, of which not all are alive at
-    once, and the weight always is. Few channels are read as they are.
+    """The workspace of one pass of a stock call.
+
+    `stock` is the library's own bound. Where that means that oneDNN computes on the CPU, the value here follows what
+    torch 2.14 was observed to allocate: the weight is always reordered into a copy, NCHW tensors are too, not all of
+    them alive at once, and inputs of few channels are not.
     """
     given, made, weights = (_bytes(shape, dtype) for shape in (size, out, weight))
     if device == "cpu" and math.prod(weight[2:]) == 1 and size[2:] == out[2:] and stock not in (0, given + made):
-        return 0  # a column buffer of 1x1 kernels is the input itself
+        return 0  # for a 1x1 kernel the column buffer is the input itself
     if device != "cpu" or stock not in (0, given + made):
         return stock
     if pass_ == "wgrad" and last and weight[1] == 1 and weight[0] == groups and max(weight[2:]) > 3:
@@ -105,7 +107,10 @@ def _stock(
 
 
 def _pair(found: dict[str, int], weights: int) -> int:
-    """Of both gradients in one call: the input's is there while the weight's is made, whose copy is not yet."""
+    """The workspace of both gradients in one call, above both results.
+
+    The input's comes first; the weight's gradient, of `weights` bytes, is not allocated until then.
+    """
     if len(found) < 2:
         return next(iter(found.values()), 0)
     return max(found["dgrad"] - weights, found["wgrad"])
@@ -113,7 +118,7 @@ def _pair(found: dict[str, int], weights: int) -> int:
 
 def _stock_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     input, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
-    found = _plan(
+    found = _tiling(
         input.shape, input.stride(), weight.shape, input.dtype, device, stride, padding, dilation, groups, "fprop",
         output_padding, transposed,
     )  # fmt: skip
@@ -129,12 +134,12 @@ def _last(tensor: Tensor) -> bool:
 
 
 def _made_dense(grad: Tensor) -> int:
-    """Of a gradient that is spread over one number, as a sum's."""
+    """Bytes of the dense copy of an expanded gradient, such as that of a sum."""
     return 0 if grad.is_contiguous() or _last(grad) else _bytes(grad.shape, grad.dtype)
 
 
 def _ordered(transposed: bool, input: Any, output: Any) -> tuple[Any, Any]:
-    """The larger grid first: a transposed convolution is the input's gradient of another one."""
+    """Input and output of the convolution whose input gradient a transposed one is; or of the convolution itself."""
     return (output, input) if transposed else (input, output)
 
 
@@ -143,7 +148,7 @@ def _stock_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, 
     taken = {}
     for pass_, wanted in zip(("dgrad", "wgrad"), mask[:2], strict=True):
         if wanted:
-            found = _plan(
+            found = _tiling(
                 input.shape, input.stride(), weight.shape, grad.dtype, device, stride, padding, dilation, groups,
                 pass_, output_padding, transposed,
             )  # fmt: skip
@@ -159,22 +164,22 @@ def _turned(pass_: str, transposed: bool) -> str:
 
 
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """The CPU's operator makes the input's gradient twice."""
+    """The CPU's operator allocates the input's gradient twice."""
     return args[1].nbytes if device == "cpu" else 0
 
 
 def _max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """The input's gradient and the indices again, where the gradient that comes has another layout than the input."""
+    """Copies of the input's gradient and the indices, if the incoming gradient has another layout than the input."""
     return args[1].nbytes + args[-1].nbytes if device == "cpu" and _last(args[0]) != _last(args[1]) else 0
 
 
-def _own_max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+def _patchconv_max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     grad, places = args[0], args[1]
     return grad.nbytes if device == "cpu" and _last(grad) != _last(places) else 0
 
 
 def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """Of either direction: a copy of an operand that is not contiguous."""
+    """Forward and backward: a copy of each operand that is not contiguous."""
     whole = [t for t in args if isinstance(t, Tensor) and t.dim() == args[0].dim() and t.numel() == args[0].numel()]
     return sum(t.nbytes for t in whole if not t.is_contiguous())
 
@@ -196,11 +201,13 @@ def _taken(found: dict[str, Any], device: str, pass_: str, *shapes: Any) -> int:
     return found["workspace_bytes"]
 
 
-def _own_forward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+def _patchconv_forward(
+    transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str
+) -> int:
     a = _DEFAULTS | _given(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
     input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
-    found = _plan(
+    found = _tiling(
         input.shape, input.stride(), weight.shape, input.dtype, device, a["stride"], a["padding"], a["dilation"],
         a["groups"], "fprop", a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
     )  # fmt: skip
@@ -210,7 +217,9 @@ def _own_forward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     )  # fmt: skip
 
 
-def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+def _patchconv_backward(
+    transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str
+) -> int:
     a = _DEFAULTS | _given(_TRANSPOSED_BACKWARD if transposed else _BACKWARD, args, kwargs)
     grad: Tensor = a["grad"]
     input = a["input"]
@@ -219,7 +228,7 @@ def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any
     taken = {}
     for pass_, wanted in zip(("dgrad", "wgrad"), a["output_mask"][:2], strict=True):
         if wanted:
-            found = _plan(
+            found = _tiling(
                 size, strides, weight, grad.dtype, device, a["stride"], a["padding"], a["dilation"], a["groups"],
                 pass_, a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
             )  # fmt: skip
@@ -231,7 +240,7 @@ def _own_backward(transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor of this size in the layout of `tensor`."""
+    """The strides of a tensor of this size in the layout of `tensor`."""
     if _last(tensor) and not tensor.is_contiguous():
         made = torch.empty(size, device="meta", memory_format=torch.channels_last)
         return made.stride()

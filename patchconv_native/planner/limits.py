@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._bytes import format_bytes
 from ..memory.trace import Loss, trace
-from ..memory.words import size
 from .plans import Frontier, asked, budget_of, plan
-from .search import MARGIN, Question
+from .search import Question
 from .strategy import Strategy
 
 MOST = 2**24
 
 
 def _largest(fits: Callable[[int], bool], first: int, most: int = MOST) -> int:
-    """The largest n for which fits(n) holds, if it holds for all smaller ones that can be asked; 0 if there is none.
-    The search begins at `first`; what raises below it is too small to be asked.
+    """The largest n with fits(n), by bisection from `first`; 0 if there is none.
+
+    If fits(n) holds, it must hold for smaller n too. An n below `first` for which it raises counts as too small.
     """
     low, high, there = 0, first, False
     if fits(first):
@@ -53,22 +54,21 @@ def _answer(
 ) -> int:  # fmt: skip
     wanted = budget_of(owner, budget)
     question = asked(owner, model, inputs, progress=None, **options)
-    room = wanted / (1 + MARGIN[question.device.type])
 
     def largest(strategy: Strategy) -> int:
         undo = strategy.apply(model)
         try:
-            return _largest(lambda count: _peak(question, scaled(count)) <= room, first)
+            return _largest(lambda count: question.fits(_peak(question, scaled(count)), wanted), first)
         finally:
             undo()
 
     found = largest(Strategy())
     if planned:
-        # What takes least at one size need not at another: the best of each of two sizes is tried at all.
+        # The strategy with the least peak at one size may not have it at another: those of two sizes are tried.
         for count in (first, max(first, found)):
             found = max(found, largest(_least(model, scaled(count), options)))
     if found == 0:
-        raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {size(wanted)}")
+        raise ValueError(f"{owner}: expected a budget that the smallest input fits into, got {format_bytes(wanted)}")
     return found
 
 
@@ -96,11 +96,11 @@ def max_batch(
     device: torch.device | str | None = None,
     train: bool = True,
 ) -> int:
-    """The largest batch with which a step of `model` fits into `budget` bytes, by prediction; nothing is computed.
+    """The largest batch with which a step of `model` is predicted to fit into `budget` bytes. Nothing is computed.
 
-    inputs: an example of the model's inputs; the first dimension of each tensor that has the first one's batch is
-    scaled. planned: with the `plan` that takes least, not with the model as it is. ValueError where not even a batch of
-    1 fits.
+    inputs: an example of the model's inputs. Every tensor whose first dimension equals that of the first tensor is
+    scaled. planned: apply the plan with the least peak first; otherwise the model is taken as it is. Raises ValueError
+    if not even a batch of 1 fits.
     """
     batch = next((t.shape[0] for t in inputs if isinstance(t, Tensor) and t.dim()), None)
     if batch is None:
@@ -128,8 +128,9 @@ def max_size(
     device: torch.device | str | None = None,
     train: bool = True,
 ) -> tuple[int, int]:
-    """The largest (height, width) of the first input, of the example's shape and in multiples of `multiple` pixels a
-    side, with which a step of `model` fits into `budget` bytes. Otherwise as `max_batch`.
+    """The largest (height, width) of the first input with which a step of `model` is predicted to fit into `budget`.
+
+    It has the proportions of the example, and sides that are multiples of `multiple` pixels. Otherwise as `max_batch`.
     """
     first = inputs[0] if inputs else None
     if not isinstance(first, Tensor) or first.dim() < 3:

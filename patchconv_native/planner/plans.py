@@ -1,4 +1,4 @@
-"""`plan`: what to turn on so that a step fits a budget; its answer, and the frontier between memory and time."""
+"""`plan` chooses what to turn on so that a step fits a budget. Its results: a `Plan`, or a `Frontier` of several."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._bytes import MIB, format_bytes, parse_bytes
 from ..memory.trace import Loss, device_of
-from ..memory.words import size
-from ..settings import parse_bytes
-from .search import MARGIN, Candidate, Question, stages
+from .margin import MARGIN, least_budget
+from .search import Candidate, Question, stages
 from .strategy import Strategy, described, remember, taken_off
+
+REASONS = 12
+"""Lines of a plan's text that say why."""
 
 
 class BudgetError(ValueError):
-    """Nothing fits the budget. `least` is the smallest one that would do, in bytes, and `plan` what it takes."""
+    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan."""
 
     def __init__(self, text: str, least: int, plan: Plan) -> None:
         super().__init__(text)
@@ -28,7 +31,7 @@ class BudgetError(ValueError):
 
 @dataclass
 class Plan:
-    """What to turn on, and what it is predicted to do. Bytes; times in units of the model as it stands."""
+    """What to turn on, with the predicted memory in bytes and the estimated time."""
 
     strategy: Strategy
     model: str
@@ -36,45 +39,45 @@ class Plan:
     train: bool
     budget: int | None
     peak: int
-    """Predicted: of a whole step, parameters and inputs included."""
+    """Predicted for a whole step, parameters and inputs included."""
     margin: float
-    """By how much, in units of the peak, it may be higher."""
+    """The share of `peak` by which the real peak may be higher."""
     extra_time: float
-    """Estimated: 0.3 is 30 % longer than the model as it stands."""
+    """Estimated: 0.3 means 30 % longer than the unchanged model."""
     stock_peak: int
-    """Predicted, of the model as it stands."""
+    """Predicted for the unchanged model."""
     reasons: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.device}, {'training step' if self.train else 'forward pass'})"]
         if self.budget is not None:
-            lines.append(f"budget  {size(self.budget)}")
+            lines.append(f"budget  {format_bytes(self.budget)}")
         lines += [
-            f"peak    {size(self.peak)} predicted, {size(self.needs)} with a margin of {self.margin:.0%}; "
-            f"as it is: {size(self.stock_peak)}",
+            f"peak    {format_bytes(self.peak)} predicted, {format_bytes(self.needs)} with a margin of "
+            f"{self.margin:.0%}; as it is: {format_bytes(self.stock_peak)}",
             f"time    {self.extra_time:+.0%} estimated",
             f"do      {self.strategy}",
         ]
-        shown = self.reasons[:12]
-        lines += [f"  {line}" for line in shown]
-        if len(self.reasons) > len(shown):
-            lines.append(f"  and {len(self.reasons) - len(shown)} more")
+        lines += [f"  {reason}" for reason in self.reasons[:REASONS]]
+        if len(self.reasons) > REASONS:
+            lines.append(f"  and {len(self.reasons) - REASONS} more")
         return "\n".join(lines)
 
     @property
     def needs(self) -> int:
-        """The least budget that this plan is for."""
-        return int(self.peak * (1 + self.margin)) + 1
+        """The smallest budget, in bytes, that this plan fits."""
+        return least_budget(self.peak, self.margin)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Turns it on in `model`, in place, and returns the model. ValueError if modules that it names are not there;
-        then nothing has been changed.
+        """Applies the plan to `model`, in place, and returns the model.
+
+        Raises ValueError if the model lacks a module that the plan names; then nothing has been changed.
         """
         remember(model, self, self.strategy.apply(model))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
-        """Makes the model what it was before `apply`. ValueError unless this plan was the last one applied to it."""
+        """Restores the model from before `apply`. ValueError unless this plan was the last one applied to it."""
         taken_off(model, self)
         return model
 
@@ -82,14 +85,14 @@ class Plan:
         return {**vars(self), "strategy": self.strategy.to_dict()}
 
     def to_json(self, path: str | Path) -> Path:
-        """Writes the plan; `Plan.load` reads it."""
+        """Writes the plan, which `Plan.load` reads."""
         path = Path(path)
         path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """A plan from its file; ValueError for a file that holds none."""
+        """Reads a plan from a file. ValueError if the file holds none."""
         try:
             data = json.loads(Path(path).read_text())
             return cls(**{**data, "strategy": Strategy(**data["strategy"])})
@@ -99,27 +102,25 @@ class Plan:
 
 @dataclass
 class Frontier:
-    """The plans of which no other is better in both memory and time, the fastest first."""
+    """The plans that no other one beats in both memory and time, the fastest first."""
 
     plans: list[Plan]
     tried: list[Candidate]
 
     def __str__(self) -> str:
         rows = [("peak", "time", "do")]
-        rows += [(size(plan.peak), f"{1 + plan.extra_time:.2f}", str(plan.strategy)) for plan in self.plans]
+        rows += [(format_bytes(plan.peak), f"{1 + plan.extra_time:.2f}", str(plan.strategy)) for plan in self.plans]
         wide = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{peak:>{wide[0]}}  {time:>{wide[1]}}  {text}" for peak, time, text in rows)
 
     def plot(self, path: str | Path) -> Path:
-        """The frontier, and all that was tried, as a figure. Needs matplotlib."""
+        """Writes a figure of the frontier and of everything that was tried. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        axes.plot(
-            [c.time for c in self.tried], [c.peak / 2**20 for c in self.tried], "o", color="#999999", label="tried"
-        )
-        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak / 2**20 for plan in self.plans]
+        axes.plot([c.time for c in self.tried], [c.peak / MIB for c in self.tried], "o", color="#999999", label="tried")
+        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak / MIB for plan in self.plans]
         axes.step(times, peaks, where="post", color="#0072b2")
         axes.plot(times, peaks, "o", color="#0072b2", label="frontier")
         axes.set_xlabel("estimated time of a step (the model as it is: 1)")
@@ -135,7 +136,7 @@ def asked(
     owner: str, model: nn.Module, inputs: Any, kwargs: Any, loss: Any, optimizer: Any, device: Any, train: bool,
     progress: Any,
 ) -> Question:  # fmt: skip
-    """Arguments that are checked once."""
+    """Checks the arguments that `plan`, `max_batch` and `max_size` share."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -167,19 +168,21 @@ def plan(
     offload: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Any:
-    """What to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int): a `Plan`.
+    """Chooses what to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int).
 
-    The peak of a step is what `memory.trace` counts: parameters, gradients, the optimizer's state if one is given (a
-    function of the parameters), inputs, and all that the step allocates on the device. Nothing is computed: inputs may
-    be fake or meta tensors, of any size. Tried are, from what is cheap to what is dear: the model as it is, converted
-    layers, converted functional code, checkpoints (coarse, fine, nested), smaller tiles; and only if nothing of that
-    fits, and it is allowed, autocast to `amp` and saved tensors in the host's memory (`offload`, on CUDA). Of what fits
-    the fastest by estimate is taken. Predictions stay below the budget by a margin of 3 % on the CPU and 10 % on CUDA;
-    the latter has not been measured.
+    Returns a `Plan`. The peak of a step is what `memory.trace` counts: parameters, gradients, the optimizer's state if
+    `optimizer` is given (a function of the parameters), inputs, and all that the step allocates on the device. It is
+    predicted; nothing is computed, and inputs may be fake or meta tensors of any size.
 
-    frontier=True: a `Frontier` of all plans worth having instead. train=False: a forward pass without gradients.
-    progress is called with each try's name. BudgetError (a ValueError) if nothing fits, with the least that would.
-    The model is what it was when this returns.
+    Strategies are tried in this order: the unchanged model, converted layers, converted functional code, checkpoints
+    (coarse, fine, nested), smaller tiles. Only if none of them fits, and only if allowed, follow autocast to `amp` and
+    saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is chosen. A
+    predicted peak must stay below the budget by a margin, 3 % of the peak on the CPU and 10 % on CUDA; the margin of
+    CUDA has not been measured.
+
+    frontier=True: returns a `Frontier` of the best plans for all budgets. train=False: a forward pass without
+    gradients. progress: called with the name of each strategy before it is tried. Raises BudgetError (a ValueError) if
+    nothing fits, with the smallest budget that would do. The model is unchanged when this returns.
     """
     if (budget is None) != frontier:
         raise ValueError("plan: expected either a budget or frontier=True")
@@ -191,24 +194,22 @@ def plan(
     if offload and not torch.cuda.is_available():
         raise ValueError("plan: expected a GPU for offload: what it takes off one cannot be predicted without")
     wanted = None if budget is None else budget_of("plan", budget)
-    margin = MARGIN[question.device.type]
-    room = None if wanted is None else wanted / (1 + margin)
     fit: list[Candidate] = []
-    for found in stages(question, room, None if amp is None else str(amp).removeprefix("torch."), offload):
-        fit += [one for one in found if room is not None and one.peak <= room]
+    for found in stages(question, wanted, None if amp is None else str(amp).removeprefix("torch."), offload):
+        fit += [one for one in found if wanted is not None and question.fits(one.peak, wanted)]
         if fit:
             break
 
     def made(candidate: Candidate) -> Plan:
-        return _plan(question, candidate, wanted, margin)
+        return _plan(question, candidate, wanted)
 
     if wanted is None:
         return Frontier([made(c) for c in _frontier(question.tried)], question.tried)
     if not fit:
         least = made(min(question.tried, key=lambda one: one.peak))
         raise BudgetError(
-            f"plan: no plan fits into {size(wanted)} ({wanted} bytes): the least that would do is {size(least.needs)} "
-            f"({least.needs} bytes: {least.strategy})",
+            f"plan: no plan fits into {format_bytes(wanted)} ({wanted} bytes): the least that would do is "
+            f"{format_bytes(least.needs)} ({least.needs} bytes: {least.strategy})",
             least.needs,
             least,
         )
@@ -223,7 +224,7 @@ def _frontier(tried: list[Candidate]) -> list[Candidate]:
     return best
 
 
-def _plan(question: Question, found: Candidate, budget: int | None, margin: float) -> Plan:
+def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
     by_name: dict[str, int] = {}
     stock = next(c.peak for c in question.tried if c.strategy == Strategy())
     if found.strategy.convert:
@@ -242,7 +243,7 @@ def _plan(question: Question, found: Candidate, budget: int | None, margin: floa
         train=question.train,
         budget=budget,
         peak=found.peak,
-        margin=margin,
+        margin=question.margin,
         extra_time=found.time - 1,
         stock_peak=stock,
         reasons=described(found.strategy, by_name),

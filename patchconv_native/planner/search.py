@@ -1,8 +1,8 @@
-"""A plan for a budget: candidates are tried on fake tensors, from what costs least time to what costs most.
+"""The search for a plan: strategies are tried on fake tensors, from the fastest to the slowest.
 
-Memory is predicted by `memory.trace(fake=True)` of the model with the candidate applied, so that whatever the layers,
-checkpoints and tiles do to each other is in the prediction. Time is estimated by what the same trace counts, operations
-and bytes moved, at a device's usual balance between the two; it ranks candidates, and promises nothing.
+Memory is predicted by `memory.trace(fake=True)` with the strategy applied to the model, so that the prediction includes
+how layers, checkpoints and tiles affect each other. Time is estimated from the operations and the bytes moved that the
+same trace counts. It serves to rank strategies only.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._bytes import MIB
 from ..explain import explain
 from ..memory import fake as fakes
 from ..memory.report import MemoryReport
 from ..memory.trace import Loss, OptimizerLike, trace
 from ..modules import Split
 from ..settings import workspace_limit
+from .margin import MARGIN, fits
 from .strategy import Strategy
 
-# Operations that a device does in the time in which it moves a byte.
+# Operations that a device computes in the time in which it moves a byte.
 BALANCE = {"cpu": 10.0, "cuda": 100.0}
-HALF_FASTER = 2.0  # operations in half precision
-LINK = 40.0  # bytes that a GPU moves in the time in which one goes to the host
-# By how much a prediction may be too small: a plan keeps that much below its budget.
-MARGIN = {"cpu": 0.03, "cuda": 0.10}
-SMALLER_WORKSPACES = (8 * 2**20, 2**20)
+HALF_FASTER = 2.0  # how much faster operations in half precision are
+LINK = 40.0  # bytes that a GPU moves in its memory in the time in which one goes to the host
+SMALLER_WORKSPACES = (8 * MIB, MIB)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One strategy, tried."""
+    """A strategy that was tried."""
 
     strategy: Strategy
     peak: int
     """Predicted, in bytes."""
     time: float
-    """Estimated, in units of the model as it stands."""
+    """Estimated; 1 is the unchanged model."""
 
 
 @dataclass
 class Question:
-    """A model and its step."""
+    """The model and step that a plan is searched for, and the strategies tried so far."""
 
     model: nn.Module
     inputs: Sequence[Any]
@@ -59,6 +59,14 @@ class Question:
     def __post_init__(self) -> None:
         self.tried: list[Candidate] = []
         self._cost: float | None = None
+
+    @property
+    def margin(self) -> float:
+        return MARGIN[self.device.type]
+
+    def fits(self, peak: int, budget: int) -> bool:
+        """Whether a predicted peak fits a budget, margin included."""
+        return fits(peak, budget, self.margin)
 
     def report(self, strategy: Strategy) -> MemoryReport:
         undo = strategy.apply(self.model)
@@ -87,9 +95,10 @@ class Question:
         return work["flops"] / BALANCE[self.device.type] / (HALF_FASTER if strategy.amp else 1) + moved
 
 
-def stages(question: Question, room: float | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
-    """Every strategy worth a try, stage by stage, each dearer in time than the one before. The caller stops where
-    something fits into `room` bytes; None: it wants them all.
+def stages(question: Question, budget: int | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
+    """Tries strategies in stages, each slower than the one before. The caller stops when a candidate fits `budget`.
+
+    budget=None: the caller wants all candidates.
     """
     for allowed in _allowed(amp, offload):
         base = Strategy(amp=allowed[0], offload=allowed[1])
@@ -100,9 +109,9 @@ def stages(question: Question, room: float | None, amp: str | None, offload: boo
             partitions = list(blocks(report, question.model))
             found = [question.candidate(replace(lean, checkpoints=names))[0] for names in partitions]
             for full in list(found):
-                found += _thinned(question, full, report, room)
+                found += _thinned(question, full, report, budget)
             yield found
-            least = min([least, *found], key=lambda one: one.peak)  # found: empty without blocks
+            least = min([least, *found], key=lambda one: one.peak)  # `found` is empty for a model without blocks
             if len(partitions) > 1:
                 nested = sorted({*partitions[0], *partitions[-1]})
                 both, _ = question.candidate(replace(lean, checkpoints=nested))
@@ -114,7 +123,7 @@ def stages(question: Question, room: float | None, amp: str | None, offload: boo
 
 
 def _allowed(amp: str | None, offload: bool) -> Iterable[tuple[str | None, bool]]:
-    """Exact first: precision is given away, and tensors to the host, only where nothing else fits."""
+    """The allowed pairs (amp, offload). Exact and on the device comes first; the others are for when nothing fits."""
     yield None, False
     if amp:
         yield amp, False
@@ -125,8 +134,9 @@ def _allowed(amp: str | None, offload: bool) -> Iterable[tuple[str | None, bool]
 
 
 def blocks(report: MemoryReport, model: nn.Module) -> Iterator[list[str]]:
-    """Modules to checkpoint, in several sets, of coarse blocks and of fine ones: a set's blocks save at most a part of
-    all that is saved, unless they have no smaller ones inside.
+    """Sets of modules to checkpoint, from coarse blocks to fine ones.
+
+    Each block of a set saves at most a given part of all that the model saves, unless it has no smaller blocks inside.
     """
     saved = {facts.name: facts.saved for facts in report.trace.modules}
     whole = saved.get("", 0)
@@ -151,9 +161,10 @@ def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least
             yield from _cut(child, full, saved, most, least)
 
 
-def _thinned(question: Question, full: Candidate, report: MemoryReport, room: float | None) -> list[Candidate]:
-    """The same with fewer checkpoints, as few as fit: those that save much for little time stay longest. Where it does
-    not fit itself, quarters of it.
+def _thinned(question: Question, full: Candidate, report: MemoryReport, budget: int | None) -> list[Candidate]:
+    """Tries `full` with fewer checkpoints, as few as fit, preferring those that save much in little time.
+
+    If `full` itself does not fit: with a quarter, a half and three quarters of them.
     """
     facts = {one.name: one for one in report.trace.modules}
 
@@ -166,19 +177,20 @@ def _thinned(question: Question, full: Candidate, report: MemoryReport, room: fl
     def first(count: int) -> Candidate:
         return question.candidate(replace(full.strategy, checkpoints=sorted(order[:count])))[0]
 
-    # More checkpoints are not always less memory: a set that does not fit may have parts that do.
-    if room is None or full.peak > room:
+    # More checkpoints do not always take less memory: a part of a set may fit where the whole does not.
+    if budget is None or not question.fits(full.peak, budget):
         return [first(count) for count in sorted({len(order) // 4, len(order) // 2, 3 * len(order) // 4} - {0})]
     found = []
     least, most = 0, len(order)
     while most - least > 1:
-        found.append(first((least + most) // 2))
-        least, most = (least, (least + most) // 2) if found[-1].peak <= room else ((least + most) // 2, most)
+        middle = (least + most) // 2
+        found.append(first(middle))
+        least, most = (least, middle) if question.fits(found[-1].peak, budget) else (middle, most)
     return found
 
 
 def smaller_splits(question: Question, limit: int) -> dict[str, list[int]]:
-    """Pieces of every convolution that a workspace of `limit` bytes would cut and the present one does not."""
+    """The splits of every convolution that a workspace limit of `limit` bytes would cut into more tiles."""
     undo = Strategy(convert=True).apply(question.model)
     found: dict[str, list[int]] = {}
     names = {module: name for name, module in question.model.named_modules() if isinstance(module, Split)}

@@ -1,6 +1,6 @@
-"""What a plan turns on in a model, how it is put there and taken off again.
+"""What a plan turns on in a model, and how that is applied and undone.
 
-Everything is a module's class, its `splits` or a pair of hooks: parameters, buffers and state_dict stay what they were.
+It changes the classes of modules, their `splits` and hooks, never parameters, buffers or the state_dict.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._bytes import format_bytes
 from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
-from ..memory.words import size
 from ..modules import Split
 
 
 @dataclass
 class Strategy:
-    """The settings of a plan. The first is a model as it stands."""
+    """The settings of a plan. The default is the unchanged model."""
 
     convert: bool = False
     """Layers that save less, convolutions in tiles."""
     functional: bool = False
-    """Provenance through functional code too: sums and concatenations are made again."""
+    """Functional code saves less too: sums and concatenations are recomputed."""
     splits: dict[str, list[int]] = field(default_factory=dict)
-    """Of convolutions, by module name, where the automatic ones are not small enough."""
+    """Splits of convolutions, by module name, where automatic splits need too much workspace."""
     checkpoints: list[str] = field(default_factory=list)
-    """Modules whose forward runs again in backward."""
+    """Names of the modules whose forward pass is recomputed in backward."""
     amp: str | None = None
     """The dtype of autocast."""
     offload: bool = False
-    """What is saved for backward waits in the host's memory."""
+    """Keep the tensors saved for backward in the host's memory."""
 
     def __str__(self) -> str:
         words = []
@@ -103,7 +103,7 @@ class Strategy:
 
 
 class _Around:
-    """Contexts around a model's forward pass, from its first hook to its last."""
+    """Autocast and offloading around a model's forward pass, by a hook before it and one after it."""
 
     def __init__(self, amp: str | None, offload: bool) -> None:
         self._amp, self._offload = amp, offload
@@ -158,15 +158,17 @@ def taken_off(model: nn.Module, owner: object) -> None:
 
 
 def described(strategy: Strategy, bytes_: dict[str, int]) -> list[str]:
-    """What is done and why, a line each."""
+    """A line for each thing that the strategy does: what and why."""
     lines = []
     if strategy.convert:
         what = "layers and functional code" if strategy.functional else "layers"
-        lines.append(f"convert: {what} keep less for backward ({size(bytes_.get('convert', 0))} less at the peak)")
+        lines.append(
+            f"convert: {what} keep less for backward ({format_bytes(bytes_.get('convert', 0))} less at the peak)"
+        )
     for name, entries in strategy.splits.items():
         lines.append(f"splits {' x '.join(map(str, entries))}: {name}: a smaller workspace")
     for name in strategy.checkpoints:
-        lines.append(f"checkpoint: {name}: saves {size(bytes_.get(name, 0))}, and runs again in backward")
+        lines.append(f"checkpoint: {name}: saves {format_bytes(bytes_.get(name, 0))}, and runs again in backward")
     if strategy.amp:
         lines.append(f"autocast to {strategy.amp}: nothing exact fits")
     if strategy.offload:

@@ -12,7 +12,7 @@ import torch
 from support.command_line import Commands, commands, needs
 
 import patchconv_native as pc
-from patchconv_native.commands import models, shown
+from patchconv_native.commands import models, progress
 
 __all__ = ["commands"]
 SMALL = ("--size", "32", "--device", "cpu", "--quiet")
@@ -145,13 +145,13 @@ class TestProgress:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         monkeypatch.setenv("TERM", "xterm")
         for total in (None, 2):
-            with shown.Progress(False, total) as progress:
-                progress.next("one")
-                progress.next("two [x]")
+            with progress.Progress(False, total) as bar:
+                bar.next("one")
+                bar.next("two [x]")
             said = capsys.readouterr()
             assert said.out == "" and "two [x]" in said.err
-        with shown.Progress(True) as progress:
-            progress.next("one")
+        with progress.Progress(True) as bar:
+            bar.next("one")
         assert capsys.readouterr().err == ""
 
 

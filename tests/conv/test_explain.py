@@ -83,7 +83,7 @@ def test_a_person_can_read_it():
     assert told.path == "tiled" and told.tiles[0] > 1
     text = str(told)
     assert text.startswith("conv2d 1x64x2048x2048 -> 1x64x2048x2048\n  path       tiled: ")
-    assert "(one stock call: 2048.0 MiB)" in text
+    assert "(one stock call: 2 GiB)" in text
     assert "one call would need about 2 GiB of workspace, more than the limit of 64 MiB" in text
     assert told.workspace_bytes <= pc.workspace_limit() < told.stock_workspace_bytes
 

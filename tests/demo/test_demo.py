@@ -406,7 +406,7 @@ class TestVerdict:
 
     def test_below_nothing_is_nothing(self) -> None:
         (line,) = report.verdict([self._result(10 * MIB, -2 * MIB)])
-        assert "stem: 0 KiB above the result where stock takes 10 MiB" in line
+        assert "stem: 0 B above the result where stock takes 10 MiB" in line
 
     @pytest.mark.parametrize(("stock", "ours"), [(-2, -1), (0, 0), (MIB - 1, MIB - 1), (-2 * MIB, MIB // 2)])
     def test_no_sentence_on_noise(self, stock: int, ours: int) -> None:
@@ -438,8 +438,8 @@ def lively(file: Path) -> np.ndarray:
 
 def sizes(line: str) -> list[float]:
     """The memory sizes in a line, in MiB."""
-    units = {"KiB": 2**-10, "MiB": 1, "GiB": 2**10}
-    return [float(value) * units[unit] for value, unit in re.findall(r"([\d.]+) ([KMG]iB)", line)]
+    units = {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}
+    return [float(value) * units[unit] for value, unit in re.findall(r"([\d.]+) ((?:[KMG]i)?B)\b", line)]
 
 
 def demo(out: Path, *words: str) -> list[str]:

@@ -13,7 +13,7 @@ from support import memory_traces
 from support.memory_traces import OUT_OF_MEMORY
 
 from patchconv_native import memory
-from patchconv_native.memory import MemoryReport, chart, compare, words
+from patchconv_native.memory import MemoryReport, chart, compare, views
 
 
 @pytest.fixture(params=memory_traces.TRACES)
@@ -45,7 +45,9 @@ class TestChart:
         for band in found:
             if band.lane:
                 around = [one for one in found if one.lane == band.lane - 1 and band.name.startswith(one.name + ".")]
-                assert any(one.stay.start <= band.stay.start and band.stay.stop <= one.stay.stop for one in around)
+                assert any(
+                    one.stretch.start <= band.stretch.start and band.stretch.stop <= one.stretch.stop for one in around
+                )
                 assert {one.colour for one in around} == {band.colour}
 
     def test_a_wrapper_is_looked_into(self, resnet: MemoryReport) -> None:
@@ -53,7 +55,7 @@ class TestChart:
         for facts in resnet.trace.modules[1:]:
             facts.name = f"module.{facts.name}"
         resnet.trace.modules.insert(1, memory.ModuleFacts("module", "ResNet"))
-        assert [node.label for node in words.parts(resnet.trace)][:2] == ["conv1", "bn1"]
+        assert [node.label for node in views.parts(resnet.trace)][:2] == ["conv1", "bn1"]
 
 
 class TestFigures:
@@ -105,16 +107,16 @@ class TestFigures:
             assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 + 1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1 + 1
 
     def test_saved(self, resnet: MemoryReport, tmp_path: Path) -> None:
-        from patchconv_native.memory.plot import SHOWN, plot_saved
+        from patchconv_native.memory.plot import BARS, plot_saved
 
-        figure = plot_saved(resnet, tmp_path / "saved.png")
+        figure = plot_saved(resnet.trace, tmp_path / "saved.png")
         (axes,) = figure.axes
         drawn = sum(bar.get_width() for bar in axes.patches)
         assert drawn == sum(facts.own_saved for facts in resnet.trace.modules)
-        assert len(axes.get_yticks()) == SHOWN + 1 and axes.get_yticklabels()[-1].get_text().endswith("more modules")
+        assert len(axes.get_yticks()) == BARS + 1 and axes.get_yticklabels()[-1].get_text().endswith("more modules")
         names = [text.get_text() for text in figure.legends[0].get_texts()]
         assert names[:2] == ["aten::convolution", "aten::native_batch_norm"]
-        assert plot_saved(MemoryReport(memory_traces.empty()))
+        assert plot_saved(memory_traces.empty())
 
     def test_dollars_and_underscores_are_text(self, resnet: MemoryReport, tmp_path: Path) -> None:
         from patchconv_native.memory.plot import plot_saved
@@ -124,7 +126,7 @@ class TestFigures:
             facts.name = facts.name.replace("layer1", "$x_$")
             facts.saved_by = {f"_${operator}$": count for operator, count in facts.saved_by.items()}
         resnet.plot(tmp_path / "one.png")
-        figure = plot_saved(resnet, tmp_path / "two.png")
+        figure = plot_saved(resnet.trace, tmp_path / "two.png")
         assert len(figure.legends[0].get_texts()) == 5
 
     def test_a_huge_one(self, tmp_path: Path) -> None:

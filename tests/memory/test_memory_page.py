@@ -11,10 +11,10 @@ import pytest
 from support import browser, memory_traces
 from support.memory_traces import HOSTILE
 
-from patchconv_native.memory import MemoryReport, Trace
+from patchconv_native._bytes import format_bytes
+from patchconv_native.memory import Trace
 from patchconv_native.memory.chart import BANDS
 from patchconv_native.memory.html import OPEN_ROWS, page
-from patchconv_native.memory.words import size
 
 VOID = {"meta", "input"}
 
@@ -57,7 +57,7 @@ def trace(request: pytest.FixtureRequest) -> Trace:
 class TestText:
     def test_nothing_comes_from_elsewhere(self, trace: Trace) -> None:
         """No attribute names a resource, no style or script loads one; the only names of places are of namespaces."""
-        text = page(MemoryReport(trace))
+        text = page(trace)
         found = Reader(text)
         for tag, attributes in found.tags:
             assert tag not in ("link", "img", "iframe", "object", "embed", "base", "image", "use", "a"), tag
@@ -69,16 +69,16 @@ class TestText:
         assert "prefers-color-scheme: dark" in own
 
     def test_every_module_is_a_row(self, trace: Trace) -> None:
-        found = Reader(page(MemoryReport(trace)))
+        found = Reader(page(trace))
         assert [row["data-name"] for row in found.rows()] == [facts.name for facts in trace.modules]
         assert all(int(row["data-depth"] or 0) >= bool(row["data-name"]) for row in found.rows())
 
     def test_names_are_text(self) -> None:
         """What looks like a tag in a name is shown as it is, and makes none."""
         trace = memory_traces.hostile()
-        found, plain = Reader(page(MemoryReport(trace))), Reader(page(MemoryReport(memory_traces.resnet())))
+        found, plain = Reader(page(trace)), Reader(page(memory_traces.resnet()))
         assert [tag for tag, _ in found.tags].count("script") == [tag for tag, _ in plain.tags].count("script") == 2
-        assert HOSTILE not in page(MemoryReport(trace))
+        assert HOSTILE not in page(trace)
         assert "window.broken" not in found.texts["script"][1]
         assert HOSTILE in json.loads(found.texts["script"][0])["phases"]
         assert found.texts["title"][0] == found.texts["h1"][0] == trace.title
@@ -90,30 +90,30 @@ class TestText:
 
     def test_the_numbers_are_there(self) -> None:
         trace = memory_traces.resnet()
-        text = page(MemoryReport(trace))
+        text = page(trace)
         found = Reader(text)
-        assert size(trace.peak.bytes) in found.texts["b"] and size(trace.saved) in found.texts["b"]
+        assert format_bytes(trace.peak.bytes) in found.texts["b"] and format_bytes(trace.saved) in found.texts["b"]
         cells = [attributes["data-v"] for tag, attributes in found.tags if tag == "td" and "data-v" in attributes]
         assert {str(facts.saved) for facts in trace.modules} <= set(cells)
         assert str(trace.saved - trace.modules[0].saved) in cells, "what the loss saved is not in the table"
         data = json.loads(found.texts["script"][0])
-        assert len(data["stays"]) == sum(len(facts.stretches) for facts in trace.modules)
+        assert len(data["stretches"]) == sum(len(facts.stretches) for facts in trace.modules)
         assert max(count for _, count in data["curve"]) == trace.peak.bytes
 
     def test_a_huge_one_is_quick_and_small(self) -> None:
-        report = MemoryReport(memory_traces.huge())
+        trace = memory_traces.huge()
         start = time.perf_counter()
-        text = page(report)
+        text = page(trace)
         assert time.perf_counter() - start < 10
         assert len(text.encode()) < 5e6
         found = Reader(text)
         assert len(found.rows()) == 2000
         assert len([1 for tag, attributes in found.tags if tag == "rect" and attributes["class"] == "band"]) <= BANDS
         data = json.loads(found.texts["script"][0])
-        assert max(count for _, count in data["curve"]) == report.peak and len(data["curve"]) < 4000
+        assert max(count for _, count in data["curve"]) == trace.peak.bytes and len(data["curve"]) < 4000
 
     def test_operators_on_the_clock(self) -> None:
-        fake, timed = (page(MemoryReport(memory_traces.resnet(fake=fake))) for fake in (True, False))
+        fake, timed = (page(memory_traces.resnet(fake=fake)) for fake in (True, False))
         assert ">operator</text>" in fake and ">milliseconds</text>" not in fake
         assert ">milliseconds</text>" in timed and ">operator</text>" not in timed
 
@@ -149,7 +149,7 @@ class TestScript:
     def run(self, trace: Trace, script: str) -> dict:
         """What a script of statements that fill `out` finds; no error may have come up by then."""
         text = f"(async function () {{ {self.HELP} const out = {{}}; {script}; out.errors = errors; return out; }})()"
-        found = browser.run(page(MemoryReport(trace)), text)
+        found = browser.run(page(trace), text)
         assert found["errors"] == []
         return found
 
@@ -248,12 +248,12 @@ class TestScript:
             svg.dispatchEvent(new KeyboardEvent("keydown", {{ key: "ArrowLeft" }})); out.key = readout.offsetWidth""",
         )
         lines = found["text"].split("\n")
-        assert lines[0] == size(count) and lines[2:] == ["layer1.0.conv2", "Conv2d, forward"]
+        assert lines[0] == format_bytes(count) and lines[2:] == ["layer1.0.conv2", "Conv2d, forward"]
         assert float(lines[1].split()[0]) == pytest.approx(now * 1e3, abs=0.2) and lines[1].endswith("ms")
         assert found["inside"] and found["far"] and found["optimizer"].endswith("optimizer")
         assert found["before"] == found["after"] == 0 < found["key"]
 
-    def test_pointing_at_a_row_marks_its_stays(self) -> None:
+    def test_pointing_at_a_row_marks_its_stretches(self) -> None:
         found = self.run(
             memory_traces.resnet(),
             """const marks = function () { return document.querySelectorAll("#marked rect").length; };

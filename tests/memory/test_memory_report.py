@@ -16,8 +16,10 @@ from support import memory_traces
 from support.memory_traces import HOSTILE, MIB, OUT_OF_MEMORY
 
 from patchconv_native import memory
-from patchconv_native.memory import MemoryReport, words
-from patchconv_native.memory.report import LOG, ROWS
+from patchconv_native._bytes import format_bytes
+from patchconv_native.memory import MemoryReport, labels, views
+from patchconv_native.memory.report import LOG
+from patchconv_native.memory.views import ROWS
 
 
 @pytest.fixture(params=memory_traces.TRACES)
@@ -30,35 +32,24 @@ def resnet() -> MemoryReport:
     return MemoryReport(memory_traces.resnet())
 
 
-class TestWords:
-    @pytest.mark.parametrize(
-        ("count", "text"),
-        [
-            *[(0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (45 * MIB, "45 MiB")],
-            *[(1000 * MIB, "1000 MiB"), (1024 * MIB - 1, "1 GiB"), (1234 * MIB, "1.21 GiB"), (3 * 2**40, "3 TiB")],
-            (-5 * MIB, "-5 MiB"),
-        ],
-    )
-    def test_size(self, count: int, text: str) -> None:
-        assert words.size(count) == text
-
+class TestViews:
     def test_moment(self) -> None:
         trace = memory_traces.empty()
-        texts = [words.moment(trace, time) for time in (12.345, 0.0123, 0.9999, 2e-5)]
+        texts = [labels.moment(trace, time) for time in (12.345, 0.0123, 0.9999, 2e-5)]
         assert texts == ["12.3 s", "12.3 ms", "1 s", "20 µs"]
         trace.clock = "operators"
-        assert words.moment(trace, 12345.0) == "operator 12,345"
+        assert labels.moment(trace, 12345.0) == "operator 12,345"
 
     @pytest.mark.parametrize("text", ["a", "layer1.0.conv1", HOSTILE, "x" * 500, "two\nlines\x1b[31m"])
     @pytest.mark.parametrize("width", [1, 2, 3, 10, 80])
     def test_shortened(self, text: str, width: int) -> None:
-        short = words.shortened(text, width)
+        short = labels.shortened(text, width)
         assert len(short) == min(width, len(text)) and short.isprintable()
         if width >= 3:
             assert short[0] == text[0] and short[-1] == text[-1]
 
     def test_the_tree(self, resnet: MemoryReport) -> None:
-        (root,) = words.forest(resnet.trace)
+        (root,) = views.forest(resnet.trace)
         assert [node.facts for node in root.walk()] == resnet.trace.modules
         assert [node.label for node in root.walk(1)][:3] == ["(model)", "conv1", "bn1"]
         assert {node.depth for node in root.walk()} == {0, 1, 2, 3}
@@ -68,16 +59,16 @@ class TestWords:
         """Modules whose parents are not there hang on the next one that is."""
         kept = [facts for facts in resnet.trace.modules if facts.name not in ("", "layer1.0")]
         resnet.trace.modules = kept
-        trees = words.forest(resnet.trace)
+        trees = views.forest(resnet.trace)
         assert sum(1 for tree in trees for _ in tree.walk()) == len(kept)
         (layer,) = (tree for tree in trees if tree.facts.name == "layer1")
         assert "layer1.0.conv1" in [child.facts.name for child in layer.children]
         assert str(resnet) and resnet.to_markdown()
 
     def test_the_log_is_in_order(self, resnet: MemoryReport) -> None:
-        starts = [stay.start for _, _, stay in words.log(resnet.trace)]
+        starts = [stay.start for _, _, stay in views.log(resnet.trace)]
         assert starts == sorted(starts)
-        first = [facts.name if facts else None for facts, _, _ in words.log(resnet.trace)[:3]]
+        first = [facts.name if facts else None for facts, _, _ in views.log(resnet.trace)[:3]]
         assert first == [None, "", "conv1"]
 
 
@@ -90,7 +81,7 @@ class TestThinned:
         curve = [(time, draw.randrange(10**6)) for time in times]
         at = draw.randrange(5000)
         curve[at] = (curve[at][0], 10**9)
-        thin = words.thinned(curve, most)
+        thin = views.thinned(curve, most)
         assert len(thin) <= most + 3
         assert curve[at] in thin and thin[0] == curve[0] and thin[-1] == curve[-1]
         assert min(count for _, count in thin) == min(count for _, count in curve)
@@ -99,15 +90,15 @@ class TestThinned:
     def test_levels_that_hold_are_right(self) -> None:
         """After a spike the curve lies low for long: so does the shorter one."""
         curve = [(index * 1e-6, (index % 2) * 1000) for index in range(1001)] + [(1.0, 7)]
-        thin = words.thinned(curve, 30)
+        thin = views.thinned(curve, 30)
         assert [count for time, count in thin if time <= 0.5][-1] == 0
 
     @pytest.mark.parametrize("curve", [[], [(0.0, 5)], [(1.0, 5)] * 4, [(float(i), i) for i in range(100)]])
     def test_short_ones_are_left_alone(self, curve: list[tuple[float, int]]) -> None:
-        assert words.thinned(curve, 100) == curve
+        assert views.thinned(curve, 100) == curve
 
     def test_all_at_one_time(self) -> None:
-        assert (2.0, 99) in words.thinned([(2.0, index % 100) for index in range(1000)], 10)
+        assert (2.0, 99) in views.thinned([(2.0, index % 100) for index in range(1000)], 10)
 
 
 class TestNumbers:
@@ -134,8 +125,8 @@ class TestNumbers:
         facts = memory_traces.resnet(checkpoint=True).modules
         block = next(one for one in facts if one.name == "layer1.0")
         block.stretches = [one for one in block.stretches if one.phase != "backward"]
-        assert words.peak_of(block, "backward") == block.peak("recompute") is not None
-        assert words.peak_of(block, "optimizer") is None
+        assert views.peak_of(block, "backward") == block.peak("recompute") is not None
+        assert views.peak_of(block, "optimizer") is None
 
 
 class TestText:
@@ -183,7 +174,7 @@ class TestText:
         assert 20 < len(lines) < ROWS + 30 and "modules lie deeper" in lines[-1]
 
 
-class TestColoured:
+class TestTerminal:
     def printed(self, report: MemoryReport, width: int, depth: int | None = None) -> str:
         console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=width, color_system=None)
         report.print(depth, console)
@@ -216,8 +207,8 @@ class TestColoured:
 
     def test_without_rich(self, resnet: MemoryReport, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "rich", None)
-        monkeypatch.delitem(sys.modules, "patchconv_native.memory.coloured", raising=False)
-        monkeypatch.delattr(memory, "coloured", raising=False)
+        monkeypatch.delitem(sys.modules, "patchconv_native.memory.terminal", raising=False)
+        monkeypatch.delattr(memory, "terminal", raising=False)
         with pytest.raises(ImportError, match=r"pip install rich.*patchconv_native\[report\]"):
             resnet.print()
 
@@ -271,7 +262,7 @@ class TestFiles:
         assert len(rows) == len(report.trace.modules) + 2
         assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {7}
         assert "<" not in text and not re.search(r"(?<!\\)`", text)
-        assert words.size(report.peak) in text
+        assert format_bytes(report.peak) in text
         assert len(report.to_markdown(depth=1)) <= len(text)
 
     @pytest.mark.parametrize("suffix", [".json", ".csv", ".md", ".html", ".HTML"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import patchconv_native as pc
 from patchconv_native.memory import trace
 from patchconv_native.planner import Strategy
+from patchconv_native.planner.margin import MARGIN, fits, least_budget
 
 
 class Residual(nn.Module):
@@ -235,7 +236,7 @@ def test_the_largest_batch(planned: bool) -> None:
     def fits(batch: int) -> bool:
         values = torch.randn(batch, 3, 32, 32)
         if not planned:
-            return trace(model, values, fake=True).peak * 1.03 <= 4 * 2**20
+            return fits(trace(model, values, fake=True).peak, 4 * 2**20, MARGIN["cpu"])
         try:
             return bool(pc.plan(model, values, budget="4MiB"))
         except pc.BudgetError:
@@ -250,7 +251,26 @@ def test_the_largest_size() -> None:
     assert width == 2 * height and height % 32 == 0
     assert trace(model, torch.randn(1, 3, height, width)).peak <= 16 * 2**20
     larger = torch.empty(1, 3, height + 32, 2 * (height + 32), device="meta")
-    assert trace(model, larger, fake=True).peak * 1.03 > 16 * 2**20
+    assert not fits(trace(model, larger, fake=True).peak, 16 * 2**20, MARGIN["cpu"])
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.03, 0.1])
+@pytest.mark.parametrize("peak", [0, 1, 99, 100, 10**6 + 1, 3 * 2**40 + 7])
+def test_the_margin(peak: int, margin: float) -> None:
+    least = least_budget(peak, margin)
+    assert fits(peak, least, margin) and not fits(peak, least - 1, margin)
+    assert least == pytest.approx(peak * (1 + margin), abs=1.0) and least >= peak
+
+
+def test_the_least_budget_of_an_error_is_enough() -> None:
+    model, x = seeded("plain"), torch.randn(1, 3, 32, 32)
+    with pytest.raises(pc.BudgetError) as raised:
+        pc.plan(model, x, budget=1)
+    least = raised.value.least
+    assert raised.value.plan.needs == least == least_budget(raised.value.plan.peak, MARGIN["cpu"])
+    assert pc.plan(model, x, budget=least).peak == raised.value.plan.peak
+    with pytest.raises(pc.BudgetError):
+        pc.plan(model, x, budget=least - 1)
 
 
 def test_mistakes() -> None:

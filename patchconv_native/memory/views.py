@@ -1,56 +1,18 @@
-"""What every view of a trace needs: its module tree, shorter curves, and bytes, moments and names in words."""
+"""What every report reads from a trace: the tree of modules, rows of tables, shorter curves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .records import PHASES, Held, ModuleFacts, Peak, Stretch, Trace
+from .records import PHASES, Held, ModuleFacts, Stretch, Trace
 
-KINDS = ("parameters", "buffers", "gradients", "optimizer", "inputs", "other")
-"""Of static memory, in the order they are shown in."""
-OUTSIDE = "(model or step)"
-"""Code of the model itself or of the step around it: both have no name."""
-
-
-def size(count: float) -> str:
-    """Bytes for a reader: three digits and a unit."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(count) >= 0.9995 * unit:
-            value = count / unit
-            return f"{value:.3g} {name}" if abs(value) < 999.5 else f"{value:.0f} {name}"
-    return f"{count:.0f} B"
-
-
-def moment(trace: Trace, time: float) -> str:
-    """A time on the trace's clock."""
-    if trace.clock == "operators":
-        return f"operator {time:,.0f}"
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if abs(time) >= 0.9995 * unit:
-            return f"{time / unit:.3g} {name}" if abs(time) < 999.5 * unit else f"{time / unit:.0f} {name}"
-    return f"{time / 1e-6:.3g} µs"
-
-
-def where(peak: Peak) -> str:
-    """The module, phase and operator of the peak."""
-    return ", ".join(word for word in (peak.module or OUTSIDE, peak.phase, peak.operator) if word)
-
-
-def setting(trace: Trace) -> str:
-    """The device and the kind of step."""
-    words = [trace.device]
-    if trace.amp:
-        words.append(f"autocast to {trace.amp}")
-    if trace.fake:
-        words.append("fake tensors: nothing was computed")
-    return ", ".join(words)
-
-
-def kinds(*tables: dict[str, int]) -> list[str]:
-    """The names in these tables of static memory, the known ones first, without those that are nothing in all."""
-    names = [*KINDS, *(name for table in tables for name in table)]
-    return [name for name in dict.fromkeys(names) if any(table.get(name) for table in tables)]
+STATIC = ("parameters", "buffers", "gradients", "optimizer", "inputs", "other")
+"""Kinds of memory before and after the step, in the order of the tables."""
+COLUMNS = ("parameters", "saved", "forward peak", "backward peak")
+"""The numbers of a module in a text, in a terminal and in Markdown; `numbers` gives them."""
+ROWS = 120
+"""Modules in a tree whose depth was not given: a larger tree is cut at the depth that leaves at most this many."""
 
 
 @dataclass
@@ -67,7 +29,7 @@ class Node:
         return self.facts.name.rpartition(".")[2] or "(model)"
 
     def walk(self, depth: int | None = None) -> Iterator[Node]:
-        """This one and all inside of it, parents first, no deeper than `depth`."""
+        """This module and all inside it, parents first, down to `depth`."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -76,7 +38,7 @@ class Node:
                 waiting.extend(reversed(node.children))
 
     def own_saved_by(self) -> dict[str, int]:
-        """What this module's own code saved, by operator: its bytes less those of the modules inside of it."""
+        """Bytes that this module's own code saved, by operator: its `saved_by` without that of its children."""
         inside: dict[str, int] = {}
         for child in self.children:
             for operator, count in child.facts.saved_by.items():
@@ -86,7 +48,7 @@ class Node:
 
 
 def forest(trace: Trace) -> list[Node]:
-    """The modules as trees: one, under the model itself, unless it is not in the trace."""
+    """The modules as trees. There is one, with the model at its root, unless the trace lacks the model itself."""
     nodes = {facts.name: Node(facts, 0) for facts in trace.modules}
     roots = []
     for name, node in nodes.items():
@@ -104,26 +66,51 @@ def forest(trace: Trace) -> list[Node]:
 
 
 def model(trace: Trace) -> ModuleFacts:
-    """The model itself; one without facts where the trace has none."""
+    """The model itself; empty facts if the trace has none."""
     return next((facts for facts in trace.modules if facts.name == ""), ModuleFacts("", ""))
 
 
+def parameters(trace: Trace) -> int:
+    """Bytes of the model's parameters."""
+    return trace.static.get("parameters", 0) or model(trace).parameters
+
+
 def parts(trace: Trace) -> list[Node]:
-    """The modules worth a colour: the children of the model, or of the only module in it that has any."""
+    """The modules that get colours: the model's children, or those of the first module that has several."""
     level = forest(trace)
     while len(level) == 1 and level[0].children:
         level = level[0].children
     return level
 
 
+def fitting_depth(trees: list[Node]) -> int | None:
+    """The depth down to which there are at most ROWS modules, at least 1. None: all of them fit."""
+    depths = sorted(node.depth for tree in trees for node in tree.walk())
+    return None if len(depths) <= ROWS else max(1, depths[ROWS] - 1)
+
+
+def numbers(facts: ModuleFacts) -> tuple[int | None, ...]:
+    """A module's values for COLUMNS."""
+    return facts.parameters, facts.saved, peak_of(facts, "forward"), peak_of(facts, "backward")
+
+
 def peak_of(facts: ModuleFacts, phase: str) -> int | None:
-    """The most inside of a module; of backward, with what a checkpoint runs again."""
+    """The highest memory inside a module in a phase. "backward" includes what a checkpoint recomputes there."""
     names = ("backward", "recompute") if phase == "backward" else (phase,)
     return max((s.peak for s in facts.stretches if s.phase in names), default=None)
 
 
+def static_kinds(*tables: dict[str, int]) -> list[str]:
+    """The kinds in these tables of memory before or after the step, without those that are zero in all of them."""
+    names = [*STATIC, *(name for table in tables for name in table)]
+    return [name for name in dict.fromkeys(names) if any(table.get(name) for table in tables)]
+
+
 def log(trace: Trace) -> list[tuple[ModuleFacts | None, int, Stretch]]:
-    """Every stretch by its start, with its module (None: of the whole step) and its number of that phase there."""
+    """Every stretch in order of its start, with its module and its number among that module's of the same phase.
+
+    The module is None for a phase of the whole step.
+    """
     rows: list[tuple[ModuleFacts | None, int, Stretch]] = []
     owners: list[tuple[ModuleFacts | None, list[Stretch]]] = [(None, trace.phases)]
     owners += [(facts, facts.stretches) for facts in trace.modules]
@@ -136,7 +123,7 @@ def log(trace: Trace) -> list[tuple[ModuleFacts | None, int, Stretch]]:
 
 
 def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:
-    """At most about `most` points of a curve: the lowest, highest and last of equal parts of its time."""
+    """About `most` points of a curve at the most: the lowest, the highest and the last point of equal spans of time."""
     if len(curve) <= max(most, 4):
         return list(curve)
     first, last = curve[0][0], curve[-1][0]
@@ -157,24 +144,8 @@ def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, 
     return [curve[index] for index in dict.fromkeys(kept)]
 
 
-def grouped(held: Sequence[Held], most: int) -> tuple[list[Held], int, int]:
-    """The largest of what was alive; and bytes and number of the rest."""
+def largest(held: Sequence[Held], most: int) -> tuple[list[Held], int, int]:
+    """The `most` largest rows of what was alive at the peak, and the bytes and the number of the other rows."""
     ordered = sorted(held, key=lambda one: -one.bytes)
     rest = ordered[most:]
     return ordered[:most], sum(one.bytes for one in rest), len(rest)
-
-
-def flat(text: str) -> str:
-    """A text on one line, without characters that would steer a terminal."""
-    return "".join(sign if sign.isprintable() else " " for sign in text)
-
-
-def shortened(text: str, width: int) -> str:
-    """A text on one line of at most `width` characters, without its middle where it is longer."""
-    text = flat(text)
-    if len(text) <= width:
-        return text
-    if width < 3:
-        return text[:width]
-    head = (width - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
