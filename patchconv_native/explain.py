@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _library
-from .convert import _conv_base, weight_of
+from .convert import conv_base, weight_of
 from .functional import same_padding
 from .modules import Split, checked_splits
 
@@ -106,7 +106,7 @@ def explain(
     (forward), "dgrad" (gradient of the input) or "wgrad" (of the weight; the output's gradient is taken to have the
     output's layout). Raises what the convolution itself would raise; nothing is computed.
     """
-    stock = _conv_base(type(conv))
+    stock = conv_base(type(conv))
     if stock is None:
         raise TypeError(f"explain: expected conv to be a convolution module, got {type(conv).__name__}")
     if pass_ not in ("fprop", "dgrad", "wgrad"):

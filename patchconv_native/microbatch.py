@@ -9,6 +9,7 @@ instance for the length of a pass, their calls told apart by the order in which 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from . import _library
 from .checkpoint import _set, _settings
 from .lean import in_lean, lean
 from .microbatch_norm import Call, Norm, Watch, norms_in_training
+from .wrap import forwards
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -112,14 +114,11 @@ class _Stage:
         state = {name: parameters[i] for name, i in self.names.items()}
         before, _active.stage = _active.stage, True
         try:
-            with stateless._reparametrize_module(self.module, state):
-                for norm in self.norms:
-                    vars(norm)["forward"] = lambda input, norm=norm: self._norm(norm, input)
+            replaced = {norm: functools.partial(self._norm, norm) for norm in self.norms}
+            with stateless._reparametrize_module(self.module, state), forwards(replaced):
                 yield
         finally:
             _active.stage = before
-            for norm in self.norms:
-                vars(norm).pop("forward", None)
 
     def _chunk(self, number: int, x: Tensor) -> Any:
         """The output of one chunk, or _Stop. Random numbers are the same in every pass."""

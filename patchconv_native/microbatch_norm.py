@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _library
 from .layers import Lean
-from .wrapped import Wrapped
+from .wrap import parts
 
 _library.load()
 _ops = torch.ops.patchconv
@@ -149,12 +149,9 @@ class Watch(TorchFunctionMode):
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """The forward that a module has by its class, below what this package puts around it."""
-    from .convert import _LeanCode
-
-    skipped = (Lean, _LeanCode)
-    for cls in type(module).__mro__:
-        if "forward" in vars(cls) and cls not in skipped and not (issubclass(cls, Wrapped) and "_rank" in vars(cls)):
+    """The forward of the module's class, without this package's layers and kinds (wrap.py)."""
+    for cls in parts(type(module))[0].__mro__:
+        if "forward" in vars(cls) and cls is not Lean:
             return vars(cls)["forward"]
     return None
 
