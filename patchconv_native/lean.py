@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import functional
-from . import lean_functional as lean_f
 from ._library import PLAIN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,7 +45,7 @@ def _cat(stock: Callable[..., Any]) -> Callable[..., Any]:
         dim = kwargs.pop("axis", dim)
         if args or kwargs or not isinstance(dim, int):
             return stock(tensors, dim, *args, **kwargs)
-        return lean_f.cat(list(tensors), dim)
+        return functional.cat(list(tensors), dim)
 
     return function
 
@@ -75,52 +74,52 @@ def _table() -> dict[Any, Callable[..., Any]]:
         "instance_norm group_norm layer_norm rms_norm local_response_norm adaptive_max_pool1d "
         "adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
     )
-    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(lean_f, name) for name in same.split()}
+    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(functional, name) for name in same.split()}
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         table[getattr(torch, name)] = getattr(functional, name)
     for dims in (1, 2, 3):
         for module in (torch, F):
-            table[getattr(module, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
-    table[F.linear] = lean_f.linear
-    table[torch.avg_pool1d] = lean_f.avg_pool1d
-    table[nn_ops.avg_pool2d] = lean_f.avg_pool2d
-    table[nn_ops.avg_pool3d] = lean_f.avg_pool3d
-    table[torch.adaptive_avg_pool1d] = lean_f.adaptive_avg_pool1d
-    table[nn_ops.softplus] = lean_f.softplus
-    table[nn_ops.gelu] = lean_f.gelu
+            table[getattr(module, f"max_pool{dims}d")] = getattr(functional, f"max_pool{dims}d")
+    table[F.linear] = functional.linear
+    table[torch.avg_pool1d] = functional.avg_pool1d
+    table[nn_ops.avg_pool2d] = functional.avg_pool2d
+    table[nn_ops.avg_pool3d] = functional.avg_pool3d
+    table[torch.adaptive_avg_pool1d] = functional.adaptive_avg_pool1d
+    table[nn_ops.softplus] = functional.softplus
+    table[nn_ops.gelu] = functional.gelu
     places: tuple[Any, ...] = (torch, Tensor)
     for place in places:
-        table[place.relu] = lambda input: lean_f.relu(input)
-        table[place.relu_] = _without_inplace(lean_f.relu, place.relu_)
-        table[place.sigmoid] = lean_f.sigmoid
-        table[place.tanh] = lean_f.tanh
-        table[place.prelu] = lean_f.prelu
-        table[place.add] = _with_alpha(lean_f.add, place.add)
-        table[place.mul] = _with_alpha(lean_f.mul, place.mul)
-        table[place.multiply] = _with_alpha(lean_f.mul, place.multiply)
+        table[place.relu] = lambda input: functional.relu(input)
+        table[place.relu_] = _without_inplace(functional.relu, place.relu_)
+        table[place.sigmoid] = functional.sigmoid
+        table[place.tanh] = functional.tanh
+        table[place.prelu] = functional.prelu
+        table[place.add] = _with_alpha(functional.add, place.add)
+        table[place.mul] = _with_alpha(functional.mul, place.mul)
+        table[place.multiply] = _with_alpha(functional.mul, place.multiply)
     for name in ("leaky_relu", "threshold", "elu", "hardtanh"):
-        table[getattr(F, f"{name}_")] = _without_inplace(getattr(lean_f, name), getattr(F, f"{name}_"))
+        table[getattr(F, f"{name}_")] = _without_inplace(getattr(functional, name), getattr(F, f"{name}_"))
     for name in ("threshold", "celu", "selu"):
-        table[getattr(torch, name)] = getattr(lean_f, name)
-    table[Tensor.__add__] = table[Tensor.__radd__] = _with_alpha(lean_f.add, torch.add)
-    table[Tensor.__mul__] = table[Tensor.__rmul__] = _with_alpha(lean_f.mul, torch.mul)
-    table[Tensor.__iadd__] = table[Tensor.add_] = _with_alpha(lean_f.add_, Tensor.add_)
+        table[getattr(torch, name)] = getattr(functional, name)
+    table[Tensor.__add__] = table[Tensor.__radd__] = _with_alpha(functional.add, torch.add)
+    table[Tensor.__mul__] = table[Tensor.__rmul__] = _with_alpha(functional.mul, torch.mul)
+    table[Tensor.__iadd__] = table[Tensor.add_] = _with_alpha(functional.add_, Tensor.add_)
     for stock in (torch.cat, torch.concat, torch.concatenate):
         table[stock] = _cat(stock)
-    table[torch.dropout] = _dropout(lean_f.dropout)
-    table[torch.alpha_dropout] = _dropout(lean_f.alpha_dropout)
+    table[torch.dropout] = _dropout(functional.dropout)
+    table[torch.alpha_dropout] = _dropout(functional.alpha_dropout)
     affine = ("input", "weight", "bias", "running_mean", "running_var")
-    table[torch.batch_norm] = _norm(lean_f.batch_norm, (*affine, "training", "momentum", "eps", "cudnn_enabled"))
+    table[torch.batch_norm] = _norm(functional.batch_norm, (*affine, "training", "momentum", "eps", "cudnn_enabled"))
     table[torch.instance_norm] = _norm(
-        lean_f.instance_norm, (*affine, "use_input_stats", "momentum", "eps", "cudnn_enabled")
+        functional.instance_norm, (*affine, "use_input_stats", "momentum", "eps", "cudnn_enabled")
     )
     table[torch.group_norm] = _norm(
-        lean_f.group_norm, ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
+        functional.group_norm, ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
     )
     table[torch.layer_norm] = _norm(
-        lean_f.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+        functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
     )
-    table[torch.rms_norm] = lean_f.rms_norm
+    table[torch.rms_norm] = functional.rms_norm
     return table
 
 

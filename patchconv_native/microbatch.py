@@ -114,7 +114,7 @@ class _Stage:
         state = {name: parameters[i] for name, i in self.names.items()}
         before, _active.stage = _active.stage, True
         try:
-            replaced = {norm: functools.partial(self._norm, norm) for norm in self.norms}
+            replaced: dict[nn.Module, Any] = {norm: functools.partial(self._norm, norm) for norm in self.norms}
             with stateless._reparametrize_module(self.module, state), forwards(replaced):
                 yield
         finally:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
+from .functional.conv import short_repr, to_int
 
 Splits = Union[int, Tuple[int, ...], None]
 
@@ -21,9 +22,9 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     if splits is None:
         return None
     try:
-        entries = [functional.whole(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
+        entries = [to_int(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
     except TypeError:
-        got = functional.shown(splits)
+        got = short_repr(splits)
         raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {got}") from None
     if len(entries) not in (1, dims) or any(s < 1 for s in entries):
         expected = "1 entry" if dims == 1 else f"1 or {dims} entries"

@@ -82,7 +82,7 @@ class Strategy:
                 if isinstance(module, Split):
                     module._splits = splits
                 else:
-                    vars(module).pop("_splits", None)
+                    module.__dict__.pop("_splits", None)
 
         try:
             if self.convert:

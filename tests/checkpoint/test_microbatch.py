@@ -375,7 +375,7 @@ class Many(nn.Module):
             "a call of batch_norm with training=True",
         ),
         (
-            lambda y: pc.lean_functional.batch_norm(y, None, None, training=True),
+            lambda y: pc.functional.batch_norm(y, None, None, training=True),
             TypeError,
             "got a call of .*batch_norm",
         ),
