@@ -1,8 +1,8 @@
-"""`lean()`: functional code, unchanged, through this package's functions.
+"""`lean()`: unchanged functional code with this package's functions.
 
-Inside the block `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and their like are those of `lean_functional` and
-`functional`, which compute the same and keep less for backward. Only what the block itself calls is meant: a library's
-C++ code that calls operators further down keeps what it kept.
+A function mode replaces `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and so on by the functions of `functional`, which
+compute the same and save less for backward. It sees what Python calls. Operators that C++ code calls further down are
+not replaced.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ._library import PLAIN
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _without_inplace(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For torch.xxx_ and Tensor.xxx_, which have no argument that says so."""
+def _in_place(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """For torch.xxx_ and Tensor.xxx_, which have no argument `inplace`."""
     return lambda input, *args, **kwargs: ours(input, *args, inplace=True, **kwargs)
 
 
-def _with_alpha(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums and products: of two tensors, without `out`."""
+def _of_two_tensors(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums and products of two tensors. Those with numbers save no tensor, and are left to stock."""
 
     def function(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(input, Tensor) and isinstance(other, Tensor) and not args and kwargs.keys() <= {"alpha"}:
@@ -51,7 +51,7 @@ def _cat(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(ours: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """torch.xxx_norm takes the arguments of F.xxx_norm in another order, and whether cuDNN may be used."""
+    """For torch.xxx_norm, whose arguments are those of F.xxx_norm in another order, and whether to use cuDNN."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(order, args, strict=False)), **kwargs}
@@ -90,20 +90,20 @@ def _table() -> dict[Any, Callable[..., Any]]:
     places: tuple[Any, ...] = (torch, Tensor)
     for place in places:
         table[place.relu] = lambda input: functional.relu(input)
-        table[place.relu_] = _without_inplace(functional.relu, place.relu_)
+        table[place.relu_] = _in_place(functional.relu)
         table[place.sigmoid] = functional.sigmoid
         table[place.tanh] = functional.tanh
         table[place.prelu] = functional.prelu
-        table[place.add] = _with_alpha(functional.add, place.add)
-        table[place.mul] = _with_alpha(functional.mul, place.mul)
-        table[place.multiply] = _with_alpha(functional.mul, place.multiply)
+        table[place.add] = _of_two_tensors(functional.add, place.add)
+        table[place.mul] = _of_two_tensors(functional.mul, place.mul)
+        table[place.multiply] = _of_two_tensors(functional.mul, place.multiply)
     for name in ("leaky_relu", "threshold", "elu", "hardtanh"):
-        table[getattr(F, f"{name}_")] = _without_inplace(getattr(functional, name), getattr(F, f"{name}_"))
+        table[getattr(F, f"{name}_")] = _in_place(getattr(functional, name))
     for name in ("threshold", "celu", "selu"):
         table[getattr(torch, name)] = getattr(functional, name)
-    table[Tensor.__add__] = table[Tensor.__radd__] = _with_alpha(functional.add, torch.add)
-    table[Tensor.__mul__] = table[Tensor.__rmul__] = _with_alpha(functional.mul, torch.mul)
-    table[Tensor.__iadd__] = table[Tensor.add_] = _with_alpha(functional.add_, Tensor.add_)
+    table[Tensor.__add__] = table[Tensor.__radd__] = _of_two_tensors(functional.add, torch.add)
+    table[Tensor.__mul__] = table[Tensor.__rmul__] = _of_two_tensors(functional.mul, torch.mul)
+    table[Tensor.__iadd__] = table[Tensor.add_] = _of_two_tensors(functional.add_, Tensor.add_)
     for stock in (torch.cat, torch.concat, torch.concatenate):
         table[stock] = _cat(stock)
     table[torch.dropout] = _dropout(functional.dropout)
@@ -124,60 +124,60 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Calls this package's functions, but what a checkpoint runs is left as it is: it must run the same again later,
-    outside of the block. (Layers, and functions that enter `lean()` themselves, do so both times.)
+    """Calls this package's functions in place of stock's, but not inside of a checkpoint that began in the block.
+
+    A checkpoint runs its function again later, outside of the block, and must find the same functions both times.
     """
 
     table = _table()
 
     def __init__(self, outside: tuple[bool, Any]) -> None:
         super().__init__()
-        self._outside = outside
+        self._at_entry = outside
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         ours = self.table.get(func)
         kwargs = kwargs or {}
-        if ours is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._outside:
+        if ours is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
             return func(*args, **kwargs)
         return ours(*args, **kwargs)
 
 
 def _surroundings() -> tuple[bool, Any]:
-    """What tells whether a checkpoint is running: the grad mode (with reentry), its saved-tensor hooks (without)."""
+    """What a checkpoint changes while it runs: grad mode (with reentry), saved-tensor hooks (without reentry)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     checkpoint = hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
     return torch.is_grad_enabled(), checkpoint
 
 
-class _Active(threading.local):
-    """The surroundings of the blocks that are open on this thread, outermost first."""
+class _OfThread(threading.local):
+    """The surroundings at the entry of each block of this thread that has not ended, outermost first."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[bool, Any]] = []
 
 
-_active = _Active()
+_here = _OfThread()
 
 
 def in_lean() -> bool:
-    """Whether functional code that runs here and now is that of a `lean()` block."""
-    return bool(_active.blocks) and _active.blocks[-1] == _surroundings()
+    """Whether functions called here would be replaced."""
+    return bool(_here.blocks) and _here.blocks[-1] == _surroundings()
 
 
 class lean:
-    """`with pc.lean():` or `@pc.lean()`: functional code in the block keeps what this package's layers keep.
+    """`with pc.lean():` or `@pc.lean()`: functional code in the block saves as little as this package's layers.
 
     F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on
-    compute the same values and gradients, saving less: residual sums and concatenations that a later layer needs in
-    backward are made again from their operands. Blocks may be nested; other threads are not concerned. Inside
-    torch.compile, scripted code and torch.func transforms stock functions do the work, and so they do for tensor
-    subclasses and where grad mode is another than at the block's beginning.
+    compute the same values and gradients and save less. Sums and concatenations that a later layer needs in backward
+    are made again from their operands. Blocks may be nested. A block is for its own thread.
 
-    Code that runs again in backward (torch.utils.checkpoint) keeps what stock does, unless it enters the block itself:
-    decorate the function; this package's `checkpoint` enters it for the function. Generator functions cannot be
-    decorated (TypeError): enter the block inside.
+    Stock functions are used inside torch.compile, scripted code and torch.func transforms, for tensor subclasses, and
+    where grad mode is not what it was when the block was entered. They are used inside of torch.utils.checkpoint too,
+    unless the function that it runs enters a block itself: decorate that function, or use this package's `checkpoint`,
+    which does it. Generator functions cannot be decorated (TypeError): enter the block inside of them.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -189,17 +189,17 @@ class lean:
         mode = None
         if not torch.compiler.is_compiling():
             now = _surroundings()
-            if not _active.blocks or _active.blocks[-1] != now:
+            if not _here.blocks or _here.blocks[-1] != now:
                 mode = _Redirect(now)
                 mode.__enter__()
-            _active.blocks.append(now)
+            _here.blocks.append(now)
         self._modes.append(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         mode = self._modes.pop()
         if not torch.compiler.is_compiling():
-            _active.blocks.pop()
+            _here.blocks.pop()
         if mode is not None:
             mode.__exit__(*error)
 

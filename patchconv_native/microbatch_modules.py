@@ -23,7 +23,7 @@ class _Microbatched(Wrapped):
 
     def forward(self, x: Tensor) -> Any:
         inner = super().forward
-        # Of a batch norm, micro-batches replace the forward of the instance for a while (wrap.forwards).
+        # If this module is a batch norm, microbatch replaces the forward of the instance for a while (wrap.forwards).
         return microbatch_call(
             type(self).__name__, self, lambda chunk: vars(self).get("forward", inner)(chunk), x, self._chunks
         )
