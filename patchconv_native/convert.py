@@ -1,7 +1,7 @@
 """Turns the layers of a model into this package's, in place, and back.
 
 Only a module's class changes: parameters, buffers, hooks, optimizers, tied modules and state_dict keys stay what they
-were. A subclass that computes its forward itself is left alone, and reported: its arithmetic is its own.
+were. A subclass with a forward of its own is left alone and reported, since what it computes is not known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
-from .lean import lean
+from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
 from .wrap import Wrapped, on_base, put_on, reduced_as, take_off, without_kinds
 
@@ -28,14 +28,14 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class ConvertReport:
-    """What of a model is converted: module names, and for those left alone the reason."""
+    """Which modules of a model are converted, by name, and why the others are not."""
 
     converted: dict[str, str] = field(default_factory=dict)
     """Module name to class name."""
     left: dict[str, str] = field(default_factory=dict)
     """Module name to the reason it was left alone."""
     nothing_to_gain: dict[str, str] = field(default_factory=dict)
-    """Module name to why its stock layer is kept: it saves no more than it must."""
+    """Module name to the reason: a stock layer that saves no more than it must stays as it is."""
 
     def __str__(self) -> str:
         lines = [
@@ -52,17 +52,11 @@ class ConvertReport:
 _CONVERTED: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
 
 
-class LeanCode(Wrapped):
-    """A module whose own forward runs inside `lean()` (convert(functional=True))."""
+class LeanCode(ForwardInLean, Wrapped):
+    """A module with a forward of its own (convert(functional=True))."""
 
     _rank = 0
     _names = "convert", "converted"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        with lean():
-            return super().forward(*args, **kwargs)
 
 
 def _is_converted(module: nn.Module) -> bool:

@@ -6,24 +6,15 @@ TorchScript and torch.compile get the stock layer.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 
-from .lean import lean
+from .lean import ForwardInLean
 
 
-class Lean(nn.Module):
+class Lean(ForwardInLean):
     """The base of these layers."""
 
     _stock: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        with lean():
-            return super().forward(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
         stock = self._stock.__new__(self._stock)

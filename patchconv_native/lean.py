@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import functional
@@ -213,3 +213,13 @@ class lean:
                 return function(*args, **kwargs)
 
         return inside  # type: ignore[return-value]
+
+
+class ForwardInLean(nn.Module):
+    """A base for modules whose forward, that of the next class, runs inside `lean()`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with lean():
+            return super().forward(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from . import _library
-from .layers import Lean
+from .lean import ForwardInLean
 from .wrap import parts
 
 _library.load()
@@ -157,7 +157,7 @@ class Watch(TorchFunctionMode):
 def _forward_of(module: nn.Module) -> Any:
     """The forward of the module's class, without this package's layers and kinds (wrap.py)."""
     for cls in parts(type(module))[0].__mro__:
-        if "forward" in vars(cls) and cls is not Lean:
+        if "forward" in vars(cls) and cls is not ForwardInLean:
             return vars(cls)["forward"]
     return None
 
