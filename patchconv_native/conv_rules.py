@@ -88,6 +88,6 @@ def describe(capability: tuple[int, int], device: str) -> str:
     entry = _tables[name]
     count = sum(rule["native"] for rule in entry["rules"])
     return (
-        f"{count} rule{'' if count == 1 else 's'} for {name} by which 'auto' takes own kernels, "
+        f"{count} rule{'' if count == 1 else 's'} for {name} by which 'auto' uses this project's kernels, "
         f"measured {entry['date']} on {entry['device']}"
     )

@@ -77,7 +77,7 @@ _NEEDED = ("splits", "_splits", "_dims")
 
 
 def _name_in_use(module: nn.Module) -> str | None:
-    """The first of the attributes of a converted convolution whose name this module uses already."""
+    """An attribute name that a converted convolution needs and this module uses already, or None."""
     places = (*map(vars, type(module).__mro__), vars(module), module._parameters, module._buffers, module._modules)
     return next((name for name in _NEEDED if any(name in place for place in places)), None)
 
@@ -217,7 +217,7 @@ def _has_code(module: nn.Module) -> bool:
 
 
 def convert(model: Model, splits: Splits = None, *, functional: bool = False) -> Model:
-    """Makes every layer of `model` that this package has one of its own, in place, and returns the model.
+    """Replaces the layers of `model` by this package's, in place, and returns the model.
 
     Convolutions need less memory while they compute; activations, norms, pools and dropout save less for backward.
     Values, parameters, hooks, optimizers and state_dict stay. Layers that cannot be converted (subclasses with a
@@ -225,7 +225,7 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     reasons, and a warning names the convolutions among them. `revert` undoes it.
 
     splits: the number of pieces that each convolution's output is cut into: None (automatic), an int (for the first
-    spatial dimension) or a tuple with one entry a spatial dimension. Converting again sets it anew.
+    spatial dimension) or a tuple with one entry a spatial dimension. Converting again sets it again.
     functional: modules with a forward of their own run it inside `lean()`, so that functional code (F.relu, torch.cat,
     x + y) saves less too.
 

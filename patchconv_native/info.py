@@ -64,7 +64,7 @@ def facts() -> dict[str, str]:
         "CUDA": f"{torch.version.cuda or 'none, a CPU build'} (built with {built['cuda'] or 'none'})",
         "architectures": info["archs"] or "none: a CPU-only build",
         "GPU": "; ".join(_gpus()),
-        "own convolutions": "; ".join(_conv_rules()),
+        "convolution rules": "; ".join(_conv_rules()),
         "compiler": built["compiler"],
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} in an operator, {torch.get_num_interop_threads()} between",

@@ -24,17 +24,17 @@ from ._library import PLAIN
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _in_place(ours: Callable[..., Any]) -> Callable[..., Any]:
+def _in_place(served: Callable[..., Any]) -> Callable[..., Any]:
     """For torch.xxx_ and Tensor.xxx_, which have no argument `inplace`."""
-    return lambda input, *args, **kwargs: ours(input, *args, inplace=True, **kwargs)
+    return lambda input, *args, **kwargs: served(input, *args, inplace=True, **kwargs)
 
 
-def _of_two_tensors(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _of_two_tensors(served: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     """Sums and products of two tensors. Those with numbers save no tensor, and are left to stock."""
 
     def function(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(input, Tensor) and isinstance(other, Tensor) and not args and kwargs.keys() <= {"alpha"}:
-            return ours(input, other, **kwargs)
+            return served(input, other, **kwargs)
         return stock(input, other, *args, **kwargs)
 
     return function
@@ -50,20 +50,20 @@ def _cat(stock: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _norm(ours: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+def _norm(served: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
     """For torch.xxx_norm, whose arguments are those of F.xxx_norm in another order, and whether to use cuDNN."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(order, args, strict=False)), **kwargs}
         given.pop("cudnn_enabled", None)
         given.pop("cudnn_enable", None)
-        return ours(**given)
+        return served(**given)
 
     return function
 
 
-def _dropout(ours: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda input, p, train: ours(input, p, train)
+def _dropout(served: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda input, p, train: served(input, p, train)
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
@@ -138,11 +138,11 @@ class _Redirect(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        ours = self.table.get(func)
+        served = self.table.get(func)
         kwargs = kwargs or {}
-        if ours is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
+        if served is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
             return func(*args, **kwargs)
-        return ours(*args, **kwargs)
+        return served(*args, **kwargs)
 
 
 def _surroundings() -> tuple[bool, Any]:
@@ -172,7 +172,7 @@ class lean:
 
     F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on
     compute the same values and gradients and save less. Sums and concatenations that a later layer needs in backward
-    are made again from their operands. Blocks may be nested. A block is for its own thread.
+    are made again from their operands. Blocks may be nested. Other threads are not affected.
 
     Stock functions are used inside torch.compile, scripted code and torch.func transforms, for tensor subclasses, and
     where grad mode is not what it was when the block was entered. They are used inside of torch.utils.checkpoint too,
@@ -216,7 +216,7 @@ class lean:
 
 
 class ForwardInLean(nn.Module):
-    """A base for modules whose forward, that of the next class, runs inside `lean()`."""
+    """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -43,7 +43,7 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -271,9 +271,9 @@ class _Passes:
                 del of_chunk
             for k, gradient in zip(places, found, strict=True):
                 if gradient is not None:
-                    # Gradients in half precision are added up in float32, in memory that nobody else has.
-                    total, exact = totals[k], _exact(gradient.dtype)
-                    totals[k] = gradient.to(exact, copy=True) if total is None else total.add_(gradient)
+                    # Half precision is added up in float32. A copy, since others may hold what autograd returns.
+                    total, dtype = totals[k], _sum_dtype(gradient.dtype)
+                    totals[k] = gradient.to(dtype, copy=True) if total is None else total.add_(gradient)
             del found
         return [whole, *(None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True))]
 

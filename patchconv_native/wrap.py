@@ -108,7 +108,7 @@ def wrapped_class(cls: type, kinds: Iterable[type[Wrapped]]) -> Any:
 def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
     """The class without its kinds, and the kinds, innermost first.
 
-    TypeError for a class that somebody derived from the class of a wrapped module.
+    TypeError for a class that was derived by hand from the class of a wrapped module.
     """
     kinds: list[type[Wrapped]] = []
 

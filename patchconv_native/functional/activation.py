@@ -128,10 +128,10 @@ def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tenso
 
 
 def sigmoid(input: Tensor) -> Tensor:
-    """1 / (1 + exp(-input)). Saves its output, or nothing of its own where its input can be made again."""
+    """1 / (1 + exp(-input)). Saves its output, unless its input can be made again."""
     return _ops.sigmoid.default(input) if plain_eager(input) else torch.sigmoid(input)
 
 
 def tanh(input: Tensor) -> Tensor:
-    """The hyperbolic tangent. Saves its output, or nothing of its own where its input can be made again."""
+    """The hyperbolic tangent. Saves its output, unless its input can be made again."""
     return _ops.tanh.default(input) if plain_eager(input) else torch.tanh(input)
