@@ -1,8 +1,8 @@
 """Formulas for torch.utils.flop_counter.FlopCounterMode: this package's convolutions count as torch's do.
 
 Torch's own formulas are called. Tiles and halos do not change the count. Importing torch.utils.flop_counter imports
-triton, which takes a tenth of a second and warns where there is none. So the formulas are registered when it is imported by
-something else, through a finder in sys.meta_path that is then removed.
+triton, which takes a tenth of a second and warns where there is none. So the formulas are registered when a program
+imports it, by a finder in sys.meta_path that is then removed.
 """
 
 from __future__ import annotations
