@@ -25,7 +25,7 @@ import patchconv_native as pc
 from .cases import UNIT, contents
 from .correct_kernels import DTYPES, Found, native
 
-ops, lf = torch.ops.patchconv, pc.lean_functional
+ops, lf = torch.ops.patchconv, pc.functional
 EPS, MOMENTUM = 1e-5, 0.3
 
 

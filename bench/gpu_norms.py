@@ -27,7 +27,7 @@ from .gpu_jobs import NEAR_COPY, NOT_SLOWER, NUMBERS, Bound, Job
 from .measure import MIB
 from .report_kernels import OF_STOCK
 
-ops, lf = torch.ops.patchconv, pc.lean_functional
+ops, lf = torch.ops.patchconv, pc.functional
 SIZES = {"full": (256 * MIB, 1024 * MIB, MIB), "tiny": (MIB // 16,)}  # the most important first
 SHAPES = {"full": ((1, 128, 512, 512), (1, 512, 64, 64), (1, 256, 256, 256)), "tiny": ((1, 64, 16, 16),)}
 GROUPS, EPS, MOMENTUM = 32, 1e-5, 0.1

@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     gpu = torch.cuda.get_device_properties(0)
     name = f"sm_{gpu.major}{gpu.minor}"
     torch.backends.cudnn.benchmark = True
-    conv_rules.take_away(name)  # so that "auto" is cuDNN
+    conv_rules.remove(name)  # so that "auto" is cuDNN
     end = time.perf_counter() + arguments.budget
     shapes = grid(arguments.size)
     rows = measure_all(shapes, "cuda", ROUNDS[arguments.size], lambda: end - time.perf_counter())

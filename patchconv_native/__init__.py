@@ -6,8 +6,9 @@
     y = pc.Conv2d(3, 64, 7, padding=3)(x)       # a torch.nn.Conv2d subclass
     y = torch.ops.patchconv.conv2d(x, w, b)     # also inside TorchScript and C++
     with pc.lean(): y = f(x)                    # functional code (F.relu, torch.cat, ...) without conversion
-    y = pc.checkpoint(block, x)                 # batch norm's statistics move once
-    y = pc.microbatch(stage, x, chunks=8)       # the whole batch's batch norm, one chunk's activations
+    y = pc.functional.group_norm(x, 32)         # torch.nn.functional's functions, which save less
+    y = pc.checkpoint(block, x)                 # recomputed in backward; batch norm's statistics are updated once
+    y = pc.microbatch(stage, x, chunks=8)       # the activations of one chunk, batch norm over the whole batch
     report = pc.memory.trace(model, x)          # where a step's memory goes, measured or predicted
     plan = pc.plan(model, x, budget="6GiB")     # what to turn on so that it fits
 
@@ -20,7 +21,7 @@ from . import _library
 
 _library.load()
 
-from . import conv_rules, flops, functional, layers, lean_functional, memory  # noqa: E402
+from . import conv_rules, flops, functional, layers, memory  # noqa: E402
 from ._library import BuildMismatchError, NotBuiltError, build_info  # noqa: E402
 from .checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential  # noqa: E402
 from .checkpoint_modules import checkpoint_modules  # noqa: E402
@@ -49,11 +50,13 @@ globals().update({layer.__name__: layer for layer in layers.LAYERS.values()})
 
 
 def __getattr__(name: str) -> Any:
-    """`pc.distributed`, imported when it is first asked for: it needs torch.distributed."""
-    if name == "distributed":
+    """Submodules that are imported when they are first asked for: `distributed` needs torch.distributed, and
+    `lean_functional` is deprecated.
+    """
+    if name in ("distributed", "lean_functional"):
         import importlib
 
-        return importlib.import_module(".distributed", __name__)
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,9 +1,9 @@
 """The command line: `python -m patchconv_native COMMAND`, or `patchconv COMMAND`.
 
-A command is a module with a docstring, `add_arguments(parser)` and `run(arguments) -> exit code`; one line in
-COMMANDS makes it known. Modules are imported for their help text, so they import nothing but torch's package
-and the standard library until they run. Exit codes: 0 done, 1 failed while working, 2 asked for something
-impossible, 130 interrupted. An error is one line on stderr.
+A command is a module with a docstring, `add_arguments(parser)` and `run(arguments) -> exit code`, and a line in
+COMMANDS. All of them are imported for their help texts, so until they run they import nothing but this package, torch
+and the standard library. Exit codes: 0 done, 1 failed while working, 2 wrong arguments, 130 interrupted. An error is
+one line on stderr.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ COMMANDS: dict[str, ModuleType] = {"info": info, "trace": trace, "plan": plan, "
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose errors are one line."""
+    """argparse's parser, with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {flat(message)} (--help explains)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line; a command's help is its module's docstring."""
+    """The parser of the whole command line. A command's help is its module's docstring."""
     top = Parser(
         prog=PROGRAM,
         description="Exact convolutions for PyTorch in the memory of their input and output alone.",
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; mistakes in the words themselves exit with code 2."""
+    """Runs one command and returns its exit code. Wrong arguments exit with code 2."""
     top = parser()
     arguments, unknown = top.parse_known_args(words)
     if unknown:
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{PROGRAM} {arguments.name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who read our output has gone; Python would say so once more at its end
+    except BrokenPipeError:  # nobody reads the output any more; Python would print an error at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

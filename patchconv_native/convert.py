@@ -1,7 +1,7 @@
 """Turns the layers of a model into this package's, in place, and back.
 
 Only a module's class changes: parameters, buffers, hooks, optimizers, tied modules and state_dict keys stay what they
-were. A subclass that computes its forward itself is left alone, and reported: its arithmetic is its own.
+were. A subclass with a forward of its own is left alone and reported, since what it computes is not known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
-from .lean import lean
+from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
-from .wrapped import rebased, without_wrappers
+from .wrap import Wrapped, on_base, put_on, reduced_as, take_off, without_kinds
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -28,14 +28,14 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class ConvertReport:
-    """What of a model is converted: module names, and for those left alone the reason."""
+    """Which modules of a model are converted, by name, and why the others are not."""
 
     converted: dict[str, str] = field(default_factory=dict)
     """Module name to class name."""
     left: dict[str, str] = field(default_factory=dict)
     """Module name to the reason it was left alone."""
     nothing_to_gain: dict[str, str] = field(default_factory=dict)
-    """Module name to why its stock layer is kept: it saves no more than it must."""
+    """Module name to the reason: a stock layer that saves no more than it must stays as it is."""
 
     def __str__(self) -> str:
         lines = [
@@ -49,43 +49,41 @@ class ConvertReport:
 
 
 # Stock class -> the class of this package.
-_OUR_CLASS: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
+_CONVERTED: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
 
 
-class _LeanCode(nn.Module):
-    """A module whose own forward runs inside `lean()` (convert(functional=True))."""
+class LeanCode(ForwardInLean, Wrapped):
+    """A module with a forward of its own (convert(functional=True))."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        with lean():
-            return super().forward(*args, **kwargs)
+    _rank = 0
+    _names = "convert", "converted"
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return isinstance(module, (Split, Lean, _LeanCode))
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, (Split, Lean))
 
 
 def _stock_base(cls: type) -> type[nn.Module] | None:
     """The stock layer that `cls` is or is derived from, if this package has a class for it."""
-    return next((base for base in cls.__mro__ if base in _OUR_CLASS), None)
+    return next((base for base in cls.__mro__ if base in _CONVERTED), None)
 
 
-def _conv_base(cls: type) -> type[nn.Module] | None:
+def conv_base(cls: type) -> type[nn.Module] | None:
+    """The stock convolution that `cls` is or is derived from."""
     return next((stock for stock in CONVERTED if issubclass(cls, stock)), None)
 
 
-_OURS = ("splits", "_splits", "_dims")
+_NEEDED = ("splits", "_splits", "_dims")
 
 
-def _own_attribute(module: nn.Module) -> str | None:
-    """The first of the names that a converted module needs for itself which this one uses already."""
+def _name_in_use(module: nn.Module) -> str | None:
+    """An attribute name that a converted convolution needs and this module uses already, or None."""
     places = (*map(vars, type(module).__mro__), vars(module), module._parameters, module._buffers, module._modules)
-    return next((name for name in _OURS if any(name in place for place in places)), None)
+    return next((name for name in _NEEDED if any(name in place for place in places)), None)
 
 
 def weight_of(module: nn.Module) -> Any:
-    """`module.weight`, or None, for a look at it: a parametrization that moves in training (spectral_norm) does not."""
+    """`module.weight`, or None. A parametrization with a state that training moves (spectral_norm) is not moved."""
     if not parametrize.is_parametrized(module, "weight"):
         return getattr(module, "weight", None)
     makers = list(module.parametrizations["weight"].modules())  # type: ignore[index, union-attr]
@@ -110,7 +108,7 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
         return f"{cls.__name__} computes its forward itself"
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return f"this {cls.__name__} was given a forward of its own"
-    if stock in CONVERTED and (name := _own_attribute(module)):
+    if stock in CONVERTED and (name := _name_in_use(module)):
         return f"{cls.__name__} has an attribute named {name} of its own"
     weight = weight_of(module)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
@@ -125,11 +123,13 @@ def _named(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def convert_report(model: nn.Module) -> ConvertReport:
-    """What of `model` is converted and what is not, as it stands. Changes nothing."""
+    """What of `model` is converted now and what is not, with the reasons. Changes nothing."""
     report = ConvertReport()
-    with without_wrappers(model):
-        for name, module in _named("convert_report", model):
-            if _is_ours(module):
+    modules = dict(_named("convert_report", model))
+    lean_code = [name for name, module in modules.items() if isinstance(module, LeanCode)]
+    with without_kinds(model):
+        for name, module in modules.items():
+            if _is_converted(module) or name in lean_code:
                 report.converted[name] = type(module).__name__
             elif isinstance(module, torch.jit.ScriptModule):
                 original = getattr(module, "original_name", "")
@@ -156,74 +156,52 @@ def _restored(cls: type, splits: list[int] | None, create: Callable[..., Any], a
 
 
 def _converted_subclass(cls: type) -> type:
-    """A converted form of a subclass of a stock layer: its methods, with our call of the operator. Of another module
-    (convert(functional=True)): its methods, inside `lean()`.
+    """The converted form of a subclass of a stock layer: its methods, with this package's call of the operator.
 
-    It has no name that pickle could find. Its copies and pickles are those of `cls`, by `__getstate__`, `__reduce__`
-    and whatever else it may have, but for the constructor.
+    It has no name that pickle could find: copies and pickles are those of `cls`, converted at the end.
     """
     if cls not in _subclasses:
-        stock = _stock_base(cls)
-        ours = _OUR_CLASS[stock] if stock is not None else _LeanCode
 
         def reduce(self: nn.Module, protocol: Any) -> Any:
-            reduced: Any = super(made, self).__reduce_ex__(protocol)
-            # A class made of this one (by torch.nn.utils.parametrize, say) has its own ways.
-            if type(self) is not made or isinstance(reduced, str):
+            # A class derived from this one (by torch.nn.utils.parametrize, say) is reduced in its own way.
+            if type(self) is not made:
+                return super(made, self).__reduce_ex__(protocol)
+            reduced = reduced_as(self, cls, protocol)
+            if isinstance(reduced, str):
                 return reduced
             create, arguments, *rest = reduced
-            create = cls if create is made else create
-            arguments = tuple(cls if argument is made else argument for argument in arguments)
             return _restored, (cls, getattr(self, "_splits", None), create, arguments), *rest
 
         def setstate(self: nn.Module, state: Any) -> None:
-            # A state that `cls` chose itself need not hold the splits.
+            # A state that `cls` makes itself may lack the splits.
             before = {"_splits": vars(self)["_splits"]} if "_splits" in vars(self) else {}
             super(made, self).__setstate__(state)
             vars(self).update(before)
 
-        made: Any = type(
-            cls.__name__,
-            (ours, cls),
-            {
-                "_stock": cls,
-                "__module__": cls.__module__,
-                "__doc__": cls.__doc__,
-                "__reduce_ex__": reduce,
-                "__setstate__": setstate,
-            },
-        )
+        body = {
+            "_stock": cls,
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": reduce,
+            "__setstate__": setstate,
+        }
+        made: Any = type(cls.__name__, (_CONVERTED[_stock_base(cls)], cls), body)  # type: ignore[index]
         _subclasses[cls] = made
     return _subclasses[cls]
 
 
-def _converted_class(module: nn.Module, stock: type[nn.Module]) -> type:
-    cls = type(module)
-    if cls is stock:
-        return _OUR_CLASS[stock]
-    if parametrize.is_parametrized(module):
-        base = cls.__bases__[0]
-        return rebased(cls, _OUR_CLASS[stock] if base is stock else _converted_subclass(base))
-    return _converted_subclass(cls)
+def _converted_class(cls: type) -> type:
+    return on_base(cls, lambda base: _CONVERTED.get(base) or _converted_subclass(base))
 
 
-def _reverted_class(module: nn.Module) -> type:
-    cls = type(module)
-    for stock, ours in _OUR_CLASS.items():
-        if cls is ours:
-            return stock
-    for original, made in _subclasses.items():
-        if cls is made:
-            return original
-    if parametrize.is_parametrized(module):
-        base = cls.__bases__[0]
-        for stock, ours in _OUR_CLASS.items():
-            if base is ours:
-                return rebased(cls, stock)
-        for original, made in _subclasses.items():
-            if base is made:
-                return rebased(cls, original)
-    raise TypeError(f"revert: {cls.__name__} is a subclass of a patchconv_native class and has no stock form")
+def _reverted_class(cls: type) -> type:
+    def stock_of(converted: type) -> type:
+        for stock, known in (*_CONVERTED.items(), *_subclasses.items()):
+            if converted is known:
+                return stock
+        raise TypeError(f"revert: {cls.__name__} is a subclass of a patchconv_native class and has no stock form")
+
+    return on_base(cls, stock_of)
 
 
 def _has_code(module: nn.Module) -> bool:
@@ -239,43 +217,49 @@ def _has_code(module: nn.Module) -> bool:
 
 
 def convert(model: Model, splits: Splits = None, *, functional: bool = False) -> Model:
-    """Makes every layer of `model` that this package has one of its own, in place, and returns the model.
+    """Replaces the layers of `model` by this package's, in place, and returns the model.
 
-    Convolutions need less memory while they compute, and activations, norms, pools and dropout save less for backward;
-    values, parameters, hooks, optimizers and state_dict stay. splits: pieces each convolution's output is cut into:
-    None (automatic), an int (the first spatial dimension) or a tuple with one entry a spatial dimension. Converting
-    again only sets it anew. functional: modules that have a forward of their own run it inside `lean()`, so that
-    functional code (F.relu, torch.cat, x + y) saves less too. Layers that must be left alone (subclasses with their
-    own forward, lazy or scripted modules) are told by `convert_report(model)`, convolutions among them by a warning.
-    On an error (TypeError, ValueError for bad splits) nothing has been changed. `revert` undoes it.
+    Convolutions need less memory while they compute; activations, norms, pools and dropout save less for backward.
+    Values, parameters, hooks, optimizers and state_dict stay. Layers that cannot be converted (subclasses with a
+    forward of their own, lazy and scripted modules) are left alone: `convert_report(model)` lists them with the
+    reasons, and a warning names the convolutions among them. `revert` undoes it.
+
+    splits: the number of pieces that each convolution's output is cut into: None (automatic), an int (for the first
+    spatial dimension) or a tuple with one entry a spatial dimension. Converting again sets it again.
+    functional: modules with a forward of their own run it inside `lean()`, so that functional code (F.relu, torch.cat,
+    x + y) saves less too.
+
+    TypeError or ValueError for wrong arguments. Nothing has been changed then.
     """
     if not isinstance(functional, bool):
         raise TypeError(f"convert: expected functional to be True or False, got {functional!r}")
-    with without_wrappers(model):
-        changes: list[tuple[nn.Module, type, list[int] | None]] = []
+    changes: list[tuple[nn.Module, type, list[int] | None]] = []
+    with_code: list[nn.Module] = []
+    with without_kinds(model):
         for name, module in _named("convert", model):
             owner = f"convert, module {name!r}" if name else "convert"
             if isinstance(module, Split):
                 changes.append((module, type(module), checked_splits(owner, module._dims, splits)))
                 continue
-            if _is_ours(module) or isinstance(module, torch.jit.ScriptModule):
+            if _is_converted(module) or isinstance(module, torch.jit.ScriptModule):
                 continue
             stock = _stock_base(type(module))
-            if stock is None or _reason_to_leave(module, stock):
-                if functional and _has_code(module):
-                    changes.append((module, _converted_subclass(type(module)), None))
-                continue
-            entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
-            changes.append((module, _converted_class(module, stock), entries))
+            if stock is not None and not _reason_to_leave(module, stock):
+                entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
+                changes.append((module, _converted_class(type(module)), entries))
+            elif functional and _has_code(module):
+                with_code.append(module)
         for module, cls, entries in changes:
             module.__class__ = cls
             if isinstance(module, Split):
                 module._splits = entries
+    for module in with_code:
+        put_on(module, LeanCode)
     modules = dict(model.named_modules())
     left = {
         name: reason
         for name, reason in convert_report(model).left.items()
-        if _conv_base(type(modules[name])) or isinstance(modules[name], torch.jit.ScriptModule)
+        if conv_base(type(modules[name])) or isinstance(modules[name], torch.jit.ScriptModule)
     }
     if left:
         reasons = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())
@@ -287,20 +271,24 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
 def revert(model: Model) -> Model:
     """Gives every converted layer of `model` its stock class back, in place, and returns the model.
 
-    Raises TypeError for a module whose class is derived from one of this package's; then nothing has been changed.
+    Raises TypeError for a module whose class is derived from one of this package's. Nothing has been changed then.
     """
-    with without_wrappers(model):
-        changes = [(module, _reverted_class(module)) for _, module in _named("revert", model) if _is_ours(module)]
+    with without_kinds(model):
+        changes = [
+            (module, _reverted_class(type(module))) for _, module in _named("revert", model) if _is_converted(module)
+        ]
         for module, cls in changes:
             vars(module).pop("_splits", None)
             module.__class__ = cls
+    for module in model.modules():
+        take_off(module, LeanCode)
     return model
 
 
 def convert_model(model: Model, splits: int = 4, sequential: bool = True) -> Model:
-    """`convert(model, splits)` under the name and with the defaults that patch_conv's users know.
+    """`convert(model, splits)` under patch_conv's name and with its defaults.
 
-    Tiles are always computed one after another; sequential=False raises ValueError.
+    Tiles are always computed one after another: sequential=False is a ValueError.
     """
     if not sequential:
         raise ValueError("convert_model: expected sequential to be True (tiles are computed one by one), got False")

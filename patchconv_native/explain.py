@@ -1,4 +1,4 @@
-"""What a convolution would do for an input, without running it: path, tiles, halo, workspace and the reason."""
+"""How a convolution would be computed, without computing it: path, tiles, halo, workspace and the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import _library
 from ._bytes import format_bytes
-from .convert import _conv_base, weight_of
+from .convert import conv_base, weight_of
 from .functional import same_padding
 from .modules import Split, checked_splits
 
@@ -20,24 +20,26 @@ _C = _library.load()
 
 @dataclass(frozen=True)
 class Explanation:
-    """How one pass of a convolution is computed. Bytes are the planner's estimates."""
+    """How one pass of a convolution is computed. Bytes are estimates, those that automatic splits go by."""
 
     operator: str
     """"conv2d", ..."""
     path: str
-    """"stock": one call of the stock operator; "tiled"; "native": a kernel of this project's."""
+    """"stock": one call of the stock operator; "tiled"; "native": a kernel of this project."""
     kernel: str | None
-    """Of "native": its name."""
+    """The name of the kernel with path "native", else None."""
     tiles: tuple[int, ...]
-    """Pieces a spatial dimension."""
+    """The number of pieces of each spatial dimension."""
     batch_step: int
     """Images a tile."""
     halo_percent: float
-    """Coordinates read again, in percent of the grid that is read: above 100 where tiles are lower than halos."""
+    """Input positions that are read again, in percent of those that are read; above 100 if halos are larger than
+    tiles.
+    """
     workspace_bytes: int
-    """Transient memory of the path taken, besides the result."""
+    """Transient memory besides the result."""
     stock_workspace_bytes: int
-    """Transient memory that one stock call for the whole would need."""
+    """The same for one call of the stock operator."""
     input_size: tuple[int, ...]
     output_size: tuple[int, ...]
     reason: str
@@ -70,7 +72,7 @@ def _shape(size: Sequence[int]) -> str:
 
 
 def _autocast(dtype: torch.dtype, device: str) -> torch.dtype:
-    """What autocast makes of a tensor of this dtype, if it is on."""
+    """The dtype to which autocast casts a tensor of this dtype, if it is on."""
     served = torch.amp.is_autocast_available(device) and dtype.is_floating_point and dtype != torch.float64
     if served and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -94,15 +96,19 @@ def explain(
     device: torch.device | str | None = None,
     pass_: str = "fprop",
 ) -> Explanation:
-    """The plan for `conv` on `input`, a tensor or a shape ((N, C, H, W) or (C, H, W) for Conv2d).
+    """How `conv` would be computed on `input`, a tensor or a shape ((N, C, H, W) or (C, H, W) for Conv2d).
 
-    conv: any torch.nn.ConvNd or ConvTransposeNd, converted or not. splits: None, an int or a tuple in place of the
-    module's own. dtype and device: of a shape, by default the weight's (in autocast's dtype where that is on); a
-    tensor has its own (TypeError if they are given with one). A shape stands for a contiguous tensor. pass_: "fprop"
-    (forward), "dgrad" (gradient of the input) or "wgrad" (of the weight; the output's gradient is taken to have the
-    output's layout). Raises what the convolution itself would raise; nothing is computed.
+    conv: any torch.nn.ConvNd or ConvTransposeNd, converted or not.
+    splits: None, an int or a tuple, in place of the module's.
+    dtype, device: those of the input if a shape is given (default: the weight's, or autocast's dtype where that is on).
+    A shape stands for a contiguous tensor.
+    pass_: "fprop" (forward), "dgrad" (gradient of the input) or "wgrad" (gradient of the weight; the gradient of the
+    output is taken to have the output's layout).
+
+    Nothing is computed. Raises what the convolution itself would raise, TypeError for another conv or input and for
+    dtype or device with a tensor, ValueError for another pass_.
     """
-    stock = _conv_base(type(conv))
+    stock = conv_base(type(conv))
     if stock is None:
         raise TypeError(f"explain: expected conv to be a convolution module, got {type(conv).__name__}")
     if pass_ not in ("fprop", "dgrad", "wgrad"):

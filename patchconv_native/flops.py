@@ -1,8 +1,8 @@
-"""The operators in torch.utils.flop_counter.FlopCounterMode: counted as the stock convolutions they stand for.
+"""Formulas for torch.utils.flop_counter.FlopCounterMode: this package's convolutions count as torch's do.
 
-Whatever torch's own formulas count is counted here, since they are what is asked: tiles and their halos change nothing.
-Importing torch.utils.flop_counter imports triton, a tenth of a second and, where there is none, a warning. So the
-formulas are registered when somebody else imports it, by a finder in sys.meta_path that then goes away.
+Torch's own formulas are called. Tiles and halos do not change the count. Importing torch.utils.flop_counter imports
+triton, which takes a tenth of a second and warns where there is none. So the formulas are registered when a program
+imports it, by a finder in sys.meta_path that is then removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNTER = "torch.utils.flop_counter"
 
 
 class _WhenImported(MetaPathFinder):
-    """Finds torch.utils.flop_counter where it is, and has it register this package's formulas as its last act."""
+    """Finds torch.utils.flop_counter as always, and registers this package's formulas at the end of its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,7 +43,7 @@ class _WhenImported(MetaPathFinder):
 
 
 def register() -> None:
-    """Has FlopCounterMode count this package's operators, now or as soon as torch.utils.flop_counter is imported."""
+    """Makes FlopCounterMode count this package's operators, from the import of torch.utils.flop_counter on."""
     if (counter := sys.modules.get(_COUNTER)) is not None:
         _register(counter)
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
@@ -63,7 +63,7 @@ def _register(counter: Any) -> None:
 
 
 def _batched(shape: Sequence[int], dims: int) -> list[int]:
-    """An image alone as a batch of one: stock operators make it so before the counter sees it."""
+    """The shape with a batch dimension: stock operators add it before the counter sees a single image."""
     return [1] * (dims + 2 - len(shape)) + list(shape)
 
 
@@ -79,7 +79,7 @@ def _backward(counter: Any, dims: int, transposed: bool) -> Callable[..., int]:
         grad_output: Any, _input: Any, _weight: Any, input_size: Any, weight_size: Any, *_args: Any,
         output_mask: Any, **_kwargs: Any,
     ) -> int:  # fmt: skip
-        # The stock formula looks at shapes, transposed and output_mask alone.
+        # The stock formula uses shapes, transposed and output_mask alone.
         input_size = _batched(input_size, dims)
         return counter.conv_backward_flop(
             _batched(grad_output, dims), input_size, weight_size, None, None, None, None, transposed, None, None,

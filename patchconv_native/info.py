@@ -1,6 +1,6 @@
-"""Says what is installed here: versions, devices, settings, and every operator with its dispatch keys.
+"""Prints what is installed: versions, devices, settings, and every operator with its dispatch keys.
 
-Needs torch alone; with rich installed the same facts are printed as tables.
+Needs torch alone. With rich installed it prints tables.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 
 from ._bytes import format_bytes
 
-# The keys under which this library could register something, or torch could for it, in the order of a call:
-# transforms, autocast, autograd, then the backends. A name that this torch does not know is passed over.
+# The dispatch keys under which this library, or torch for it, may register kernels, in the order of a call: transforms,
+# autocast, autograd, then the backends. A name that this torch does not have is left out.
 KEYS = (
     "FuncTorchDynamicLayerFrontMode",
     "FuncTorchDynamicLayerBackMode",
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, str]:
-    """What was built, what is running, and the settings in force, each as a line of text."""
+    """What was built, what is running, and the settings, by name, each as a line of text."""
     import torch
 
     from . import _library, backend, build_info, workspace_limit
@@ -66,7 +66,7 @@ def facts() -> dict[str, str]:
         "CUDA": f"{torch.version.cuda or 'none, a CPU build'} (built with {built['cuda'] or 'none'})",
         "architectures": info["archs"] or "none: a CPU-only build",
         "GPU": "; ".join(_gpus()),
-        "own convolutions": "; ".join(_conv_rules()),
+        "convolution rules": "; ".join(_conv_rules()),
         "compiler": built["compiler"],
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} in an operator, {torch.get_num_interop_threads()} between",
@@ -76,7 +76,7 @@ def facts() -> dict[str, str]:
 
 
 def operators() -> dict[str, list[str]]:
-    """Every operator of the namespace `patchconv` with the dispatch keys that have a kernel of its own."""
+    """Every operator of the namespace `patchconv` with the dispatch keys that have a kernel for it."""
     import torch
 
     known = []
@@ -103,7 +103,7 @@ def _gpus() -> list[str]:
 
 
 def _conv_rules() -> list[str]:
-    """Whether there are measured rules for each GPU, of every kind once."""
+    """The convolution rules of each kind of GPU, a line a kind."""
     import torch
 
     from . import build_info, conv_rules
@@ -111,9 +111,9 @@ def _conv_rules() -> list[str]:
     if build_info()["cuda"] is None:
         return ["none: a CPU-only build"]
     if not torch.cuda.is_available():
-        return ["no GPU here to have rules for"]
+        return ["no GPU here"]
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return list(dict.fromkeys(conv_rules.said((gpu.major, gpu.minor), gpu.name) for gpu in gpus))
+    return list(dict.fromkeys(conv_rules.describe((gpu.major, gpu.minor), gpu.name) for gpu in gpus))
 
 
 def _print_plain(found: dict[str, str], table: dict[str, list[str]]) -> None:
@@ -132,7 +132,7 @@ def _print_rich(found: dict[str, str], table: dict[str, list[str]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    # A pipe has no width of its own; what reads it should find each fact on one line.
+    # A pipe has no width. 200 keeps each fact on one line for a program that reads it.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
     head = Table(box=None, show_header=False, pad_edge=False)
     head.add_column(style="bold cyan", no_wrap=True)

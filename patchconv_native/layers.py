@@ -1,29 +1,20 @@
-"""The layers that save less for backward: torch.nn's classes, computed by `lean_functional`.
+"""The layers that save less for backward: torch.nn's classes, computed by this package's functions.
 
-Constructors, attributes, parameters, state_dict and values are stock's: a layer runs its stock forward inside `lean()`.
-TorchScript cannot, and gets the stock layer; torch.compile fuses and recomputes by itself, and sees the stock one too.
+Constructors, attributes, parameters, state_dict and values are torch's: a layer runs its stock forward inside `lean()`.
+TorchScript and torch.compile get the stock layer.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 
-from .lean import lean
+from .lean import ForwardInLean
 
 
-class Lean(nn.Module):
-    """What these layers share: the stock forward, with this package's functions."""
+class Lean(ForwardInLean):
+    """The base of these layers."""
 
     _stock: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
-        with lean():
-            return super().forward(*args, **kwargs)
 
     def __prepare_scriptable__(self) -> nn.Module:
         stock = self._stock.__new__(self._stock)
@@ -31,25 +22,25 @@ class Lean(nn.Module):
         return stock
 
 
-# Stock class -> what the layer keeps for backward.
-_KEEPS = {
+# What a layer saves for backward -> the stock classes.
+_SAVES = {
     "one bit an element": (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid),
-    "its input, which its producer may be able to make again": (
+    "its input, if the layer before it cannot make it again": (
         nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.BatchNorm1d,
         nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
         nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear,
     ),
-    "its output, or what its input can be made of": (nn.Sigmoid, nn.Tanh),
+    "its output, if its input cannot be made again": (nn.Sigmoid, nn.Tanh),
     "the seed of its mask": (
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
     ),
-    "one byte an output, two for windows of over 256 places": (
+    "one byte an output, two for windows of over 256 elements": (
         nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     ),
     "sizes alone": (
         nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
     ),
-    "sizes alone, and spares a consumer its output": (
+    "sizes alone; a later layer makes its output again from its input": (
         nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
         nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
         nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
@@ -59,19 +50,19 @@ _KEEPS = {
 }  # fmt: skip
 
 
-def _layer(stock: type[nn.Module], keeps: str) -> type[nn.Module]:
-    doc = f"torch.nn.{stock.__name__}, which keeps for backward {keeps}. Arguments and shapes are torch's."
+def _layer(stock: type[nn.Module], saved: str) -> type[nn.Module]:
+    doc = f"torch.nn.{stock.__name__}, with its arguments and shapes. Saves for backward {saved}."
     body = {"__module__": __name__, "__doc__": doc, "_stock": stock}
     return type(stock.__name__, (Lean, stock), body)
 
 
 # Stock class -> the class of this package.
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
-    stock: _layer(stock, keeps) for keeps, stocks in _KEEPS.items() for stock in stocks
+    stock: _layer(stock, saved) for saved, stocks in _SAVES.items() for stock in stocks
 }
 globals().update({cls.__name__: cls for cls in LAYERS.values()})
 
-# Stock layers that keep no more than they must: there is nothing to convert.
+# Stock layers that save no more than they must, with the reason that convert_report gives.
 NOTHING_TO_GAIN = {
     nn.Bilinear: "stock keeps its inputs alone",
     nn.Embedding: "stock keeps indices alone",

@@ -1,8 +1,8 @@
-"""`lean()`: functional code, unchanged, through this package's functions.
+"""`lean()`: unchanged functional code with this package's functions.
 
-Inside the block `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and their like are those of `lean_functional` and
-`functional`, which compute the same and keep less for backward. Only what the block itself calls is meant: a library's
-C++ code that calls operators further down keeps what it kept.
+A function mode replaces `F.relu`, `torch.cat`, `x + y`, `F.conv2d` and so on by the functions of `functional`, which
+compute the same and save less for backward. It sees what Python calls. Operators that C++ code calls further down are
+not replaced.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import functional
-from . import lean_functional as lean_f
 from ._library import PLAIN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _without_inplace(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """For torch.xxx_ and Tensor.xxx_, which have no argument that says so."""
-    return lambda input, *args, **kwargs: ours(input, *args, inplace=True, **kwargs)
+def _in_place(served: Callable[..., Any]) -> Callable[..., Any]:
+    """For torch.xxx_ and Tensor.xxx_, which have no argument `inplace`."""
+    return lambda input, *args, **kwargs: served(input, *args, inplace=True, **kwargs)
 
 
-def _with_alpha(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums and products: of two tensors, without `out`."""
+def _of_two_tensors(served: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums and products of two tensors. Those with numbers save no tensor, and are left to stock."""
 
     def function(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(input, Tensor) and isinstance(other, Tensor) and not args and kwargs.keys() <= {"alpha"}:
-            return ours(input, other, **kwargs)
+            return served(input, other, **kwargs)
         return stock(input, other, *args, **kwargs)
 
     return function
@@ -46,25 +45,25 @@ def _cat(stock: Callable[..., Any]) -> Callable[..., Any]:
         dim = kwargs.pop("axis", dim)
         if args or kwargs or not isinstance(dim, int):
             return stock(tensors, dim, *args, **kwargs)
-        return lean_f.cat(list(tensors), dim)
+        return functional.cat(list(tensors), dim)
 
     return function
 
 
-def _norm(ours: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """torch.xxx_norm takes the arguments of F.xxx_norm in another order, and whether cuDNN may be used."""
+def _norm(served: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+    """For torch.xxx_norm, whose arguments are those of F.xxx_norm in another order, and whether to use cuDNN."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(order, args, strict=False)), **kwargs}
         given.pop("cudnn_enabled", None)
         given.pop("cudnn_enable", None)
-        return ours(**given)
+        return served(**given)
 
     return function
 
 
-def _dropout(ours: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda input, p, train: ours(input, p, train)
+def _dropout(served: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda input, p, train: served(input, p, train)
 
 
 def _table() -> dict[Any, Callable[..., Any]]:
@@ -75,110 +74,110 @@ def _table() -> dict[Any, Callable[..., Any]]:
         "instance_norm group_norm layer_norm rms_norm local_response_norm adaptive_max_pool1d "
         "adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
     )
-    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(lean_f, name) for name in same.split()}
+    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(functional, name) for name in same.split()}
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         table[getattr(torch, name)] = getattr(functional, name)
     for dims in (1, 2, 3):
         for module in (torch, F):
-            table[getattr(module, f"max_pool{dims}d")] = getattr(lean_f, f"max_pool{dims}d")
-    table[F.linear] = lean_f.linear
-    table[torch.avg_pool1d] = lean_f.avg_pool1d
-    table[nn_ops.avg_pool2d] = lean_f.avg_pool2d
-    table[nn_ops.avg_pool3d] = lean_f.avg_pool3d
-    table[torch.adaptive_avg_pool1d] = lean_f.adaptive_avg_pool1d
-    table[nn_ops.softplus] = lean_f.softplus
-    table[nn_ops.gelu] = lean_f.gelu
+            table[getattr(module, f"max_pool{dims}d")] = getattr(functional, f"max_pool{dims}d")
+    table[F.linear] = functional.linear
+    table[torch.avg_pool1d] = functional.avg_pool1d
+    table[nn_ops.avg_pool2d] = functional.avg_pool2d
+    table[nn_ops.avg_pool3d] = functional.avg_pool3d
+    table[torch.adaptive_avg_pool1d] = functional.adaptive_avg_pool1d
+    table[nn_ops.softplus] = functional.softplus
+    table[nn_ops.gelu] = functional.gelu
     places: tuple[Any, ...] = (torch, Tensor)
     for place in places:
-        table[place.relu] = lambda input: lean_f.relu(input)
-        table[place.relu_] = _without_inplace(lean_f.relu, place.relu_)
-        table[place.sigmoid] = lean_f.sigmoid
-        table[place.tanh] = lean_f.tanh
-        table[place.prelu] = lean_f.prelu
-        table[place.add] = _with_alpha(lean_f.add, place.add)
-        table[place.mul] = _with_alpha(lean_f.mul, place.mul)
-        table[place.multiply] = _with_alpha(lean_f.mul, place.multiply)
+        table[place.relu] = lambda input: functional.relu(input)
+        table[place.relu_] = _in_place(functional.relu)
+        table[place.sigmoid] = functional.sigmoid
+        table[place.tanh] = functional.tanh
+        table[place.prelu] = functional.prelu
+        table[place.add] = _of_two_tensors(functional.add, place.add)
+        table[place.mul] = _of_two_tensors(functional.mul, place.mul)
+        table[place.multiply] = _of_two_tensors(functional.mul, place.multiply)
     for name in ("leaky_relu", "threshold", "elu", "hardtanh"):
-        table[getattr(F, f"{name}_")] = _without_inplace(getattr(lean_f, name), getattr(F, f"{name}_"))
+        table[getattr(F, f"{name}_")] = _in_place(getattr(functional, name))
     for name in ("threshold", "celu", "selu"):
-        table[getattr(torch, name)] = getattr(lean_f, name)
-    table[Tensor.__add__] = table[Tensor.__radd__] = _with_alpha(lean_f.add, torch.add)
-    table[Tensor.__mul__] = table[Tensor.__rmul__] = _with_alpha(lean_f.mul, torch.mul)
-    table[Tensor.__iadd__] = table[Tensor.add_] = _with_alpha(lean_f.add_, Tensor.add_)
+        table[getattr(torch, name)] = getattr(functional, name)
+    table[Tensor.__add__] = table[Tensor.__radd__] = _of_two_tensors(functional.add, torch.add)
+    table[Tensor.__mul__] = table[Tensor.__rmul__] = _of_two_tensors(functional.mul, torch.mul)
+    table[Tensor.__iadd__] = table[Tensor.add_] = _of_two_tensors(functional.add_, Tensor.add_)
     for stock in (torch.cat, torch.concat, torch.concatenate):
         table[stock] = _cat(stock)
-    table[torch.dropout] = _dropout(lean_f.dropout)
-    table[torch.alpha_dropout] = _dropout(lean_f.alpha_dropout)
+    table[torch.dropout] = _dropout(functional.dropout)
+    table[torch.alpha_dropout] = _dropout(functional.alpha_dropout)
     affine = ("input", "weight", "bias", "running_mean", "running_var")
-    table[torch.batch_norm] = _norm(lean_f.batch_norm, (*affine, "training", "momentum", "eps", "cudnn_enabled"))
+    table[torch.batch_norm] = _norm(functional.batch_norm, (*affine, "training", "momentum", "eps", "cudnn_enabled"))
     table[torch.instance_norm] = _norm(
-        lean_f.instance_norm, (*affine, "use_input_stats", "momentum", "eps", "cudnn_enabled")
+        functional.instance_norm, (*affine, "use_input_stats", "momentum", "eps", "cudnn_enabled")
     )
     table[torch.group_norm] = _norm(
-        lean_f.group_norm, ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
+        functional.group_norm, ("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled")
     )
     table[torch.layer_norm] = _norm(
-        lean_f.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+        functional.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
     )
-    table[torch.rms_norm] = lean_f.rms_norm
+    table[torch.rms_norm] = functional.rms_norm
     return table
 
 
 class _Redirect(TorchFunctionMode):
-    """Calls this package's functions, but what a checkpoint runs is left as it is: it must run the same again later,
-    outside of the block. (Layers, and functions that enter `lean()` themselves, do so both times.)
+    """Calls this package's functions in place of stock's, but not inside of a checkpoint that began in the block.
+
+    A checkpoint runs its function again later, outside of the block, and must find the same functions both times.
     """
 
     table = _table()
 
     def __init__(self, outside: tuple[bool, Any]) -> None:
         super().__init__()
-        self._outside = outside
+        self._at_entry = outside
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        ours = self.table.get(func)
+        served = self.table.get(func)
         kwargs = kwargs or {}
-        if ours is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._outside:
+        if served is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
             return func(*args, **kwargs)
-        return ours(*args, **kwargs)
+        return served(*args, **kwargs)
 
 
 def _surroundings() -> tuple[bool, Any]:
-    """What tells whether a checkpoint is running: the grad mode (with reentry), its saved-tensor hooks (without)."""
+    """What a checkpoint changes while it runs: grad mode (with reentry), saved-tensor hooks (without reentry)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     checkpoint = hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
     return torch.is_grad_enabled(), checkpoint
 
 
-class _Active(threading.local):
-    """The surroundings of the blocks that are open on this thread, outermost first."""
+class _OfThread(threading.local):
+    """The surroundings at the entry of each block of this thread that has not ended, outermost first."""
 
     def __init__(self) -> None:
         self.blocks: list[tuple[bool, Any]] = []
 
 
-_active = _Active()
+_here = _OfThread()
 
 
 def in_lean() -> bool:
-    """Whether functional code that runs here and now is that of a `lean()` block."""
-    return bool(_active.blocks) and _active.blocks[-1] == _surroundings()
+    """Whether functions called here would be replaced."""
+    return bool(_here.blocks) and _here.blocks[-1] == _surroundings()
 
 
 class lean:
-    """`with pc.lean():` or `@pc.lean()`: functional code in the block keeps what this package's layers keep.
+    """`with pc.lean():` or `@pc.lean()`: functional code in the block saves as little as this package's layers.
 
     F.relu, torch.relu, x.relu_(), torch.cat, F.conv2d, F.dropout, F.max_pool2d, F.batch_norm, x + y, x * y and so on
-    compute the same values and gradients, saving less: residual sums and concatenations that a later layer needs in
-    backward are made again from their operands. Blocks may be nested; other threads are not concerned. Inside
-    torch.compile, scripted code and torch.func transforms stock functions do the work, and so they do for tensor
-    subclasses and where grad mode is another than at the block's beginning.
+    compute the same values and gradients and save less. Sums and concatenations that a later layer needs in backward
+    are made again from their operands. Blocks may be nested. Other threads are not affected.
 
-    Code that runs again in backward (torch.utils.checkpoint) keeps what stock does, unless it enters the block itself:
-    decorate the function; this package's `checkpoint` enters it for the function. Generator functions cannot be
-    decorated (TypeError): enter the block inside.
+    Stock functions are used inside torch.compile, scripted code and torch.func transforms, for tensor subclasses, and
+    where grad mode is not what it was when the block was entered. They are used inside of torch.utils.checkpoint too,
+    unless the function that it runs enters a block itself: decorate that function, or use this package's `checkpoint`,
+    which does it. Generator functions cannot be decorated (TypeError): enter the block inside of them.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -190,17 +189,17 @@ class lean:
         mode = None
         if not torch.compiler.is_compiling():
             now = _surroundings()
-            if not _active.blocks or _active.blocks[-1] != now:
+            if not _here.blocks or _here.blocks[-1] != now:
                 mode = _Redirect(now)
                 mode.__enter__()
-            _active.blocks.append(now)
+            _here.blocks.append(now)
         self._modes.append(mode)
         return self
 
     def __exit__(self, *error: Any) -> None:
         mode = self._modes.pop()
         if not torch.compiler.is_compiling():
-            _active.blocks.pop()
+            _here.blocks.pop()
         if mode is not None:
             mode.__exit__(*error)
 
@@ -214,3 +213,13 @@ class lean:
                 return function(*args, **kwargs)
 
         return inside  # type: ignore[return-value]
+
+
+class ForwardInLean(nn.Module):
+    """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with lean():
+            return super().forward(*args, **kwargs)

@@ -1,14 +1,16 @@
-"""`microbatch`: a stage of layers run in micro-batches, chunks of the batch, with batch norm over the whole batch.
+"""`microbatch`: runs a module in micro-batches (chunks of the batch), with batch norm over the whole batch.
 
-Nothing inside of the stage is kept but its input and some numbers a channel. Statistics of a batch norm are put
-together of those of the chunks, and so are the two sums that its gradient needs; a pass over all chunks finds those of
-one norm, the norms before it (in backward: behind it) being known. Norms are met by a forward that is put on the
-instance for the length of a pass, their calls told apart by the order in which the stage makes them.
+Saved for backward are the module's input and some numbers a channel. The statistics of a batch norm are combined from
+those of the chunks, and so are the two sums that its gradient needs. One pass over all chunks finds the statistics of
+one norm, once those of the norms before it are known; in backward, the sums of one norm, once those of the norms after
+it are known. During a pass the norms have another forward (`wrap.forwards`). Calls of the same norm are told apart by
+their order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -22,25 +24,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import stateless
 
 from . import _library
-from .checkpoint import _set, _settings
 from .lean import in_lean, lean
 from .microbatch_norm import Call, Norm, Watch, norms_in_training
+from .settings import all_settings, set_all_settings
+from .wrap import forwards
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class _Stop(BaseException):
-    """Ends a chunk's forward at the norm whose statistics are wanted."""
+    """Ends a chunk's forward at the norm that this pass is for."""
 
 
-class _Active(threading.local):
-    stage = False  # whether a stage is at work on this thread: one inside of it is a part of it
+class _OfThread(threading.local):
+    busy = False  # whether micro-batches run on this thread: others inside of them are not cut again
 
 
-_active = _Active()
+_here = _OfThread()
 
 
-def _exact(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -58,8 +61,8 @@ def _generators(tensor: Tensor) -> list[torch.Generator]:
     return found
 
 
-class _Stage:
-    """One call: what its passes share."""
+class _Passes:
+    """The passes over the chunks that one call of `microbatch` makes, and what they share."""
 
     def __init__(self, module: nn.Module, run: Callable[[Tensor], Any], x: Tensor, chunks: int) -> None:
         self.module, self.run = module, run
@@ -75,22 +78,22 @@ class _Stage:
         self.names = {name: places[id(p)] for name, p in named.items()}
         self.seeds: list[int] | None = None
         self.random = False
-        self.settings = _settings()
+        self.settings = all_settings()
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", x.device.type))
         ]
-        self.seen: dict[nn.Module, int] = {}
-        self.wanted: Call | None = None  # whose statistics, in forward, or sums, in backward, this pass is for
+        self.calls_made: dict[nn.Module, int] = {}  # in this chunk
+        self.wanted: Call | None = None  # the pass is for its statistics (forward) or sums (backward)
         self.anchor: Tensor | None = None
-        self.backward_now, self.first = False, False
+        self.in_backward, self.first_chunk = False, False
 
     def _norm(self, norm: _BatchNorm, input: Tensor) -> Tensor:
         norm._check_input_dim(input)
-        known, number = self.by_norm[norm], self.seen.get(norm, 0)
-        self.seen[norm] = number + 1
-        if self.backward_now and known:
-            number %= len(known)  # a checkpoint inside runs its part of the stage again
+        known, number = self.by_norm[norm], self.calls_made.get(norm, 0)
+        self.calls_made[norm] = number + 1
+        if self.in_backward and known:
+            number %= len(known)  # a checkpoint inside of the module runs its part again
         with contextlib.ExitStack() as stack:
             for kind, enabled, _ in self.autocast:
                 if enabled:
@@ -98,32 +101,29 @@ class _Stage:
             if number < len(known):
                 call = known[number]
                 anchor = self.anchor if call is self.wanted else None
-                return Norm.apply(input, norm.weight, norm.bias, anchor, call, self.first)
-            if self.first and not self.backward_now:
+                return Norm.apply(input, norm.weight, norm.bias, anchor, call, self.first_chunk)
+            if self.first_chunk and not self.in_backward:
                 self.wanted = Call(norm)
-            if self.backward_now or self.wanted is None or self.wanted.module is not norm:
+            if self.in_backward or self.wanted is None or self.wanted.module is not norm:
                 raise self._differs()
-            self.wanted.see(input)
+            self.wanted.add(input)
             raise _Stop
 
     @contextlib.contextmanager
     def _pass(self, parameters: list[Tensor]) -> Iterator[None]:
-        """Norms are this stage's, and parameters the given ones."""
+        """During a pass the norms' forward is `_norm`, and the parameters are the given ones."""
         state = {name: parameters[i] for name, i in self.names.items()}
-        before, _active.stage = _active.stage, True
+        before, _here.busy = _here.busy, True
         try:
-            with stateless._reparametrize_module(self.module, state):
-                for norm in self.norms:
-                    vars(norm)["forward"] = lambda input, norm=norm: self._norm(norm, input)
+            replaced: dict[nn.Module, Any] = {norm: functools.partial(self._norm, norm) for norm in self.norms}
+            with stateless._reparametrize_module(self.module, state), forwards(replaced):
                 yield
         finally:
-            _active.stage = before
-            for norm in self.norms:
-                vars(norm).pop("forward", None)
+            _here.busy = before
 
     def _chunk(self, number: int, x: Tensor) -> Any:
-        """The output of one chunk, or _Stop. Random numbers are the same in every pass."""
-        self.seen, self.first = {}, number == 0
+        """The output of one chunk, or _Stop. Every pass draws the same random numbers."""
+        self.calls_made, self.first_chunk = {}, number == 0
         if self.seeds is None:
             return self.run(x)
         generators = _generators(x)
@@ -161,12 +161,12 @@ class _Stage:
                 for generator, state in zip(generators, before, strict=True):
                     generator.set_state(state)
         for call in self.calls:
-            call.move()
+            call.update_running_statistics()
         return output
 
     def _first(self, x: Tensor) -> Tensor | None:
-        """The whole output, with the first chunk's in it, or None where that chunk came to a norm that is not known."""
-        # A copy, so that a stage that writes to its input has not written to x.
+        """The whole output, filled for the first chunk, or None if it reached a norm whose statistics are not known."""
+        # A copy: a module that writes to its input, which is an error, does not write to x then.
         part = self.parts[0]
         copy = x[part].clone()
         version = None if copy.is_inference() else copy._version
@@ -193,7 +193,7 @@ class _Stage:
         return whole
 
     def _statistics(self, x: Tensor) -> None:
-        """Of the call that the first chunk came to, those of the other chunks."""
+        """Adds the statistics of the other chunks to those of the call that the first chunk has reached."""
         call = self.wanted
         assert call is not None
         for i, part in enumerate(self.parts[1:], 1):
@@ -218,9 +218,9 @@ class _Stage:
         return output
 
     @contextlib.contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
-        now = _settings()
-        _set(self.settings, now)
+    def _settings_of_forward(self) -> Iterator[None]:
+        now = all_settings()
+        set_all_settings(self.settings)
         try:
             with contextlib.ExitStack() as stack:
                 for kind, enabled, dtype in self.autocast:
@@ -228,20 +228,21 @@ class _Stage:
                 stack.enter_context(torch.enable_grad())
                 yield
         finally:
-            _set(now, self.settings)
+            set_all_settings(now)
 
     def backward(self, x: Tensor, parameters: list[Tensor], grad: Tensor, needs: tuple[bool, ...]) -> list[Any]:
-        self.backward_now = True
-        with self._as_in_forward():
+        self.in_backward = True
+        with self._settings_of_forward():
             plain = [p.detach() for p in parameters]
             with self._pass(plain):
                 for call in reversed(self.calls):
                     self._sums(call, x.detach(), grad)
-            own = [p.requires_grad_(need) for p, need in zip(plain, needs[1:], strict=True)]
-            with self._pass(own):
-                return self._gradients(x.detach(), own, grad, needs[0])
+            leaves = [p.requires_grad_(need) for p, need in zip(plain, needs[1:], strict=True)]
+            with self._pass(leaves):
+                return self._gradients(x.detach(), leaves, grad, needs[0])
 
     def _sums(self, call: Call, x: Tensor, grad: Tensor) -> None:
+        """Those that the gradient of this call needs, over all chunks."""
         zero = torch.zeros_like(call.mean, dtype=torch.float64)
         call.sums, self.wanted = [zero, zero], call
         for i, part in enumerate(self.parts):
@@ -270,18 +271,18 @@ class _Stage:
                 del of_chunk
             for k, gradient in zip(places, found, strict=True):
                 if gradient is not None:
-                    # Of half precision the sum over chunks is made in float32, on memory that is this pass's own.
-                    total, exact = totals[k], _exact(gradient.dtype)
-                    totals[k] = gradient.to(exact, copy=True) if total is None else total.add_(gradient)
+                    # Half precision is added up in float32. A copy, since others may hold what autograd returns.
+                    total, dtype = totals[k], _sum_dtype(gradient.dtype)
+                    totals[k] = gradient.to(dtype, copy=True) if total is None else total.add_(gradient)
             del found
         return [whole, *(None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True))]
 
 
 class _Microbatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stage: _Stage, x: Tensor, *parameters: Tensor) -> Tensor:
-        output = stage.forward(x)
-        ctx.stage = stage
+    def forward(ctx: Any, passes: _Passes, x: Tensor, *parameters: Tensor) -> Tensor:
+        output = passes.forward(x)
+        ctx.passes = passes
         ctx.save_for_backward(x, *parameters)
         return output
 
@@ -289,7 +290,7 @@ class _Microbatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *parameters = ctx.saved_tensors
-        return None, *ctx.stage.backward(x, parameters, grad, ctx.needs_input_grad[1:])
+        return None, *ctx.passes.backward(x, parameters, grad, ctx.needs_input_grad[1:])
 
 
 def check_chunks(owner: str, chunks: Any) -> None:
@@ -300,45 +301,45 @@ def check_chunks(owner: str, chunks: Any) -> None:
 
 
 def microbatch_call(owner: str, module: nn.Module, run: Callable[[Tensor], Any], x: Any, chunks: int) -> Any:
-    """run(x), which is the module's forward or calls it, in chunks."""
+    """run(x) in chunks; run is the module's forward or calls it."""
     transformed = torch._C._functorch.maybe_current_level() is not None
-    if torch.compiler.is_compiling() or _active.stage or transformed:
+    if torch.compiler.is_compiling() or _here.busy or transformed:
         return run(x)
     if type(x) not in _library.PLAIN or x.dim() == 0:
         got = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) and x.dim() == 0 else type(x).__name__
         raise TypeError(f"{owner}: expected x to be a plain tensor with a batch dimension, got {got}")
     if chunks > len(x):
         raise ValueError(f"{owner}: expected chunks to be at most {len(x)} (the batch of x), got {chunks}")
-    stage = _Stage(module, lean()(run) if in_lean() else run, x, chunks)
+    passes = _Passes(module, lean()(run) if in_lean() else run, x, chunks)
     if torch.is_grad_enabled():
-        return _Microbatch.apply(stage, x, *stage.parameters)
-    return stage.forward(x)
+        return _Microbatch.apply(passes, x, *passes.parameters)
+    return passes.forward(x)
 
 
 def microbatch(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
-    """module(x) in `chunks` micro-batches, pieces of the batch one after another, with the whole batch's batch norm.
+    """module(x) in `chunks` micro-batches, one after another, with batch norm over the whole batch.
 
-    x: (N, ...); module: anything that takes x alone and returns a tensor (N, ...), sample by sample but for batch norms
+    x: (N, ...). module: takes x alone, returns a tensor (N, ...), and treats each sample alone but for its batch norms
     (torch.nn.BatchNorm1d to 3d, converted or not). Chunks have N // chunks samples, the first N % chunks one more.
-    Values, gradients of input and parameters and running statistics are, to rounding, those of module(x); in half
-    precision a parameter's gradient is rounded once a chunk, and their sum made in float32.
+    Values, gradients of x and of the parameters, and running statistics are those of module(x), to rounding. In half
+    precision a parameter's gradient is rounded once a chunk, and the chunks' gradients are added in float32.
 
-    Memory: forward takes the output and the tensors of one chunk; kept for backward are x and some numbers a channel;
-    backward takes the gradient of x, the parameters' and, above what comes in, what one chunk takes forward and
-    backward, plus one copy of a chunk. Time: with J batch norms in training the stage is run J + 1 times in
-    forward, each time up to the next norm, the last time whole; in backward J + 1 times whole, each time with a
-    backward pass down to a norm, the last time whole. Without such norms: once, and once again in backward, as a
-    checkpoint.
+    Memory: forward needs the output and the tensors of one chunk. Saved for backward are x and some numbers a channel.
+    Backward needs the gradients of x and of the parameters, what one chunk needs forward and backward, and a copy of
+    one chunk. Time: with J batch norms in training, forward runs the module J + 1 times, each time up to the next norm
+    and at last to its end; backward runs it J + 1 times, each time with a backward pass down to a norm and at last to
+    the input. Without such norms it is run once, and once again in backward, as by a checkpoint.
 
-    Dropout's masks are others than those of module(x) for the same seed, and the same in every pass. Hooks of modules
-    inside run once a chunk and pass. Group, layer and instance norm and norms in eval mode see what they always see.
-    Inside torch.compile and torch.func's transforms this is module(x); a stage inside of another is a part of it.
+    Dropout draws other masks than in module(x) with the same seed. Hooks of modules inside run once a chunk and pass.
+    Inside torch.compile and transforms of torch.func, and inside of another microbatch, this is module(x).
 
-    ValueError unless 1 <= chunks <= N, or for a norm with one value a channel; TypeError for another module, x or
-    output, for SyncBatchNorm, functional batch norms and instance norms with running statistics, in training;
-    RuntimeError for a stage that writes to x in place or whose chunks call other norms than the first, and for second
-    derivatives. Running statistics have not moved then. Not seen: other code that mixes samples, and state that a
-    forward pass changes otherwise, as spectral_norm's. Gradients reach x and the module's parameters alone.
+    ValueError unless 1 <= chunks <= N, and for a batch norm with one value a channel. TypeError for another type of
+    module, x or output, and, in training, for SyncBatchNorm, functional batch norms, and instance norms with running
+    statistics. RuntimeError for a module that writes to x in place or whose chunks call different norms, and for second
+    derivatives. Running statistics are not updated then.
+
+    Limits. Other code that mixes samples, and other state that a forward changes (spectral_norm's), are not noticed.
+    Gradients reach x and the module's parameters alone.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"microbatch: expected module to be a torch.nn.Module, got {type(module).__name__}")

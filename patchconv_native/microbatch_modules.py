@@ -1,4 +1,4 @@
-"""`microbatch_modules`: modules of a model whose forward runs in micro-batches, by their class (`wrapped`)."""
+"""`microbatch_modules`: modules of a model whose forward runs in micro-batches (see wrap.py)."""
 
 from __future__ import annotations
 
@@ -9,38 +9,44 @@ from typing import Any
 from torch import Tensor
 
 from .microbatch import check_chunks, microbatch_call
-from .wrapped import Model, Which, Wrapped, wrap_modules
+from .wrap import Model, Which, Wrapped, wrap_modules
 
 OWNER = "microbatch_modules"
 
 
 class _Microbatched(Wrapped):
-    """A module whose forward runs in micro-batches; their number is its class's."""
+    """A module whose forward runs in micro-batches. There is a kind for each number of them."""
 
-    _rank = 0
-    _called = OWNER, "microbatched"
+    _rank = 1
+    _names = OWNER, "microbatched"
     _chunks: int
 
     def forward(self, x: Tensor) -> Any:
-        return microbatch_call(type(self).__name__, self, super().forward, x, self._chunks)
+        inner = super().forward
+        # If this module is a batch norm, microbatch replaces the forward of the instance for a while (wrap.forwards).
+        return microbatch_call(
+            type(self).__name__, self, lambda chunk: vars(self).get("forward", inner)(chunk), x, self._chunks
+        )
 
 
 @functools.cache
 def _kind(chunks: int) -> type[_Microbatched]:
-    return type("_Microbatched", (_Microbatched,), {"_chunks": chunks, "_recipe": (_kind, (chunks,))})
+    return type("_Microbatched", (_Microbatched,), {"_chunks": chunks, "_made_by": (_kind, (chunks,))})
 
 
 def microbatch_modules(model: Model, which: Which | Mapping[str, int], chunks: int | None = None) -> Model:
-    """Runs the forwards of the modules `which`, and of no others, in `microbatch`es, in place, and returns the model.
+    """Runs the forwards of the modules `which`, and of no others, in `microbatch`es, in place; returns the model.
 
     which: names of modules (as in named_modules(); one or several), a module class or several, a function
-    (name, module) -> bool, or, without `chunks`, a mapping of names to numbers of chunks. The modules must be called
-    with one tensor. `microbatch_modules(model, ())` undoes it. Parameters, hooks of these modules (which run once,
-    outside), optimizers and state_dict stay, and so they do where the model is converted, reverted or checkpointed,
-    before or after. A checkpoint of such a module is around it, and of a module inside of it, inside.
+    (name, module) -> bool, or, without `chunks`, a mapping of names to numbers of chunks. chunks: the number of
+    micro-batches. The modules must be called with one tensor. `microbatch_modules(model, ())` undoes it. Parameters,
+    hooks of these modules (which run once, outside), optimizers and state_dict stay. The model can be converted,
+    reverted and checkpointed before or after. A module that is checkpointed too runs its micro-batches inside of the
+    checkpoint.
 
-    ValueError for names that the model has not and for chunks below 1, TypeError for another `which` or chunks and for
-    modules that are scripted, lazy, without a forward or with one of the instance. Nothing has been changed then.
+    ValueError for names that the model does not have and for chunks below 1. TypeError for another `which` or chunks,
+    and for modules that are scripted or lazy, without a forward, or with a forward of the instance. Nothing has been
+    changed then.
     """
     counts = which if isinstance(which, Mapping) else {}
     if isinstance(which, Mapping):

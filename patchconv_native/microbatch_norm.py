@@ -1,4 +1,4 @@
-"""Batch norm of micro-batches: statistics, and the sums of its gradient, put together of those of chunks."""
+"""Batch norm of micro-batches: its statistics, and the sums that its gradient needs, combined from those of chunks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from . import _library
-from .layers import Lean
-from .wrapped import Wrapped
+from .lean import ForwardInLean
+from .wrap import parts
 
 _library.load()
 _ops = torch.ops.patchconv
 _HALF = (torch.float16, torch.bfloat16)
-_AT_ONCE = 2**17  # elements that are held in higher precision, but for larger samples
+_AT_ONCE = 2**17  # elements that are held in higher precision at a time (one sample, if it is larger)
 
 
 @dataclass
@@ -29,13 +29,14 @@ class Call:
 
     module: _BatchNorm
     count: int = 0
-    mean: Any = 0.0  # in float64 while chunks are put together
-    squares: Any = 0.0  # of what is left without the mean, summed
+    mean: Any = 0.0  # in float64 until all chunks are in
+    squares: Any = 0.0  # the sum of squared deviations from the mean
     var: Any = None
-    sums: list[Tensor] = field(default_factory=list)  # of the gradient times the normalized input, and of the gradient
+    # Over all values of a channel: gradient times normalized input, and gradient.
+    sums: list[Tensor] = field(default_factory=list)
 
-    def see(self, input: Tensor) -> None:
-        """Takes a chunk in (Chan, Golub and LeVeque, 1979)."""
+    def add(self, input: Tensor) -> None:
+        """Adds a chunk to the statistics (Chan, Golub and LeVeque, 1979)."""
         mean, var = _ops._batch_statistics(input, None, None, 0.0)
         count = input.numel() // max(1, input.shape[1])
         total = self.count + count
@@ -55,8 +56,8 @@ class Call:
         self.mean, self.var = self.mean.to(self.dtype), (self.squares / self.count).to(self.dtype)
         self.squares = None
 
-    def move(self) -> None:
-        """The module's running statistics, as one call with the whole batch moves them."""
+    def update_running_statistics(self) -> None:
+        """As one call with the whole batch does."""
         module = self.module
         if not (module.training and module.track_running_stats):
             return
@@ -72,8 +73,10 @@ class Call:
 
 
 def _affine(grad: Tensor, input: Tensor, of_grad: Tensor, of_input: Tensor, shift: Tensor, mean: Tensor) -> Tensor:
-    """of_grad * grad + of_input * (input - mean) + shift by channel, rounded once: what is rounded on the way, as a
-    shift that all elements share, would be found again in the gradients' sums, which are zero. A few samples at a time.
+    """of_grad * grad + of_input * (input - mean) + shift, the factors one a channel, a few samples at a time.
+
+    It is rounded once: the sum of the result over a channel is zero, and an error that all its elements share would
+    add up there.
     """
     exact = torch.float32 if input.dtype in _HALF else torch.float64
     if input.dtype == torch.float32 and input.is_cuda:
@@ -91,8 +94,11 @@ def _affine(grad: Tensor, input: Tensor, of_grad: Tensor, of_input: Tensor, shif
 
 
 class Norm(torch.autograd.Function):
-    """A batch norm of a chunk with the statistics of the whole batch. Its backward, where the sums are not known, adds
-    the chunk's to them, and goes no further (`anchor` is what makes autograd come here); else it gives the gradient.
+    """A batch norm of a chunk with the statistics of the whole batch.
+
+    With an `anchor`, backward adds the chunk's sums to the call's and stops: autograd comes here because the anchor
+    needs a gradient. Without one the sums are known, and backward computes the gradients. parameters: whether this
+    chunk is the one that gives those of weight and bias.
     """
 
     @staticmethod
@@ -123,15 +129,15 @@ class Norm(torch.autograd.Function):
             of_input = products / call.count * factor  # of the normalized input, and so of the input
             factor = factor if weight is None else factor * weight
             grad_input = _affine(grad, input, factor, -factor * of_input, -factor * (ones / call.count), mean)
-        # The sums are the whole batch's: one chunk hands them on.
-        give = ctx.parameters and weight is not None
-        grad_weight = products.to(weight.dtype) if give and ctx.needs_input_grad[1] else None
-        grad_bias = ones.to(weight.dtype) if give and ctx.bias and ctx.needs_input_grad[2] else None
+        # The sums are of the whole batch, so one chunk gives them.
+        affine = ctx.parameters and weight is not None
+        grad_weight = products.to(weight.dtype) if affine and ctx.needs_input_grad[1] else None
+        grad_bias = ones.to(weight.dtype) if affine and ctx.bias and ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, *nothing
 
 
 class Watch(TorchFunctionMode):
-    """Refuses batch norms in training that are no layers: they would see a chunk alone."""
+    """Refuses batch norms in training that are not layers: their statistics would be of one chunk alone."""
 
     _norms = (
         F.batch_norm, torch.batch_norm, torch.native_batch_norm,
@@ -149,17 +155,15 @@ class Watch(TorchFunctionMode):
 
 
 def _forward_of(module: nn.Module) -> Any:
-    """The forward that a module has by its class, below what this package puts around it."""
-    from .convert import _LeanCode
-
-    skipped = (Lean, _LeanCode)
-    for cls in type(module).__mro__:
-        if "forward" in vars(cls) and cls not in skipped and not (issubclass(cls, Wrapped) and "_rank" in vars(cls)):
+    """The forward of the module's class, without this package's layers and kinds (wrap.py)."""
+    for cls in parts(type(module))[0].__mro__:
+        if "forward" in vars(cls) and cls is not ForwardInLean:
             return vars(cls)["forward"]
     return None
 
 
 def norms_in_training(module: nn.Module) -> list[_BatchNorm]:
+    """The batch norms of `module` that use the statistics of their input. TypeError for norms that are not served."""
     found: list[_BatchNorm] = []
     for name, one in module.named_modules():
         where = f"microbatch: module, at {name!r}" if name else "microbatch: module"
@@ -171,7 +175,7 @@ def norms_in_training(module: nn.Module) -> list[_BatchNorm]:
             continue
         if isinstance(one, nn.SyncBatchNorm):
             raise TypeError(f"{where}: SyncBatchNorm is not served in training")
-        # Others are left alone: if they call batch norm in training, the call is refused.
+        # Norms with a forward of their own are left alone. If they call batch norm in training, `Watch` refuses.
         if _forward_of(one) is _BatchNorm.forward and "forward" not in vars(one):
             found.append(one)
     return found

@@ -1,7 +1,7 @@
 """The convolution modules: torch.nn's classes with the same constructors, attributes and state_dict, plus `splits`.
 
-Each class overrides only the call of the operator. `splits` is an int, a tuple with one entry a spatial dimension, or
-None for automatic (see patchconv_native.functional); it is an ordinary attribute that may be changed at any time.
+Each class overrides only the call of the operator. `splits` is the number of pieces that the output is cut into: an
+int, a tuple with one entry a spatial dimension, or None for automatic. It may be changed at any time.
 """
 
 # No postponed annotations here: TorchScript reads the real types.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
+from .functional.conv import short_repr, to_int
 
 Splits = Union[int, Tuple[int, ...], None]
 
@@ -21,9 +22,9 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     if splits is None:
         return None
     try:
-        entries = [functional.whole(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
+        entries = [to_int(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
     except TypeError:
-        got = functional.shown(splits)
+        got = short_repr(splits)
         raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {got}") from None
     if len(entries) not in (1, dims) or any(s < 1 for s in entries):
         expected = "1 entry" if dims == 1 else f"1 or {dims} entries"
@@ -32,13 +33,13 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
 
 
 def _signature(stock: type, init: Callable[..., None]) -> inspect.Signature:
-    """The stock constructor's parameters and keyword-only `splits`, for help() and introspection."""
+    """The stock constructor's parameters and `splits`, for help()."""
     parameters = list(inspect.signature(stock.__init__).parameters.values())  # type: ignore[misc]
     return inspect.Signature([*parameters, inspect.signature(init).parameters["splits"]])
 
 
 class Split(nn.Module):
-    """The one attribute that these modules add to torch's."""
+    """The base of these modules: the attribute `splits`."""
 
     __jit_unused_properties__ = ["splits"]
     _dims: int
@@ -57,7 +58,7 @@ class Split(nn.Module):
 
     @splits.setter
     def splits(self, value: Any) -> None:
-        # Kept as a list, so that TorchScript sees one type.
+        # A list, so that TorchScript sees one type.
         self._splits = checked_splits(type(self).__name__, self._dims, value)
 
     def extra_repr(self) -> str:
@@ -82,7 +83,7 @@ class Conv1d(Split, nn.Conv1d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
         if isinstance(self.padding, str):
-            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            # torch has (before, after) of the last dimension first, the operator of the first.
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:
@@ -114,7 +115,7 @@ class Conv2d(Split, nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
         if isinstance(self.padding, str):
-            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            # torch has (before, after) of the last dimension first, the operator of the first.
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:
@@ -146,7 +147,7 @@ class Conv3d(Split, nn.Conv3d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
         if isinstance(self.padding, str):
-            # (before, after) of each dimension, last dimension first: turned round for the operator.
+            # torch has (before, after) of the last dimension first, the operator of the first.
             last = self._reversed_padding_repeated_twice
             pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
         else:

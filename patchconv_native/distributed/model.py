@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..wrap import Wrapped, put_on, reason_against
 from .cuts import Axis
 from .exchange import same_everywhere
 from .moving import gather, plan_axes, scatter
@@ -24,50 +26,63 @@ _ATTENTION_NAMES = frozenset(("Attention", "AttentionBlock", "AttnBlock"))
 Which = str | type[nn.Module]
 
 
-class _Gathered:
-    """A forward that gathers its inputs, runs whole on every rank, and keeps this rank's part of what comes out."""
+def _on_whole_images(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Gathers the inputs, runs forward on every rank, and keeps this rank's part of what comes out."""
+    found: list[Axes] = []
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    def whole(value: Any) -> Any:
+        if isinstance(value, SpatialTensor):
+            found.append(value.axes)
+            return gather(value)
+        return value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found: list[Axes] = []
+    args, kwargs = tree_map_only(Tensor, whole, (args, kwargs))
+    result = forward(*args, **kwargs)
+    if not found:
+        return result
+    axes = found[0]
 
-        def whole(value: Any) -> Any:
-            if isinstance(value, SpatialTensor):
-                found.append(value.axes)
-                return gather(value)
-            return value
+    def part(value: Tensor) -> Tensor:
+        fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
+        return scattered(value, axes) if fits else value
 
-        args, kwargs = tree_map_only(Tensor, whole, (args, kwargs))
-        result = self.forward(*args, **kwargs)
-        if not found:
-            return result
-        axes = found[0]
-
-        def part(value: Tensor) -> Tensor:
-            fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
-            return scattered(value, axes) if fits else value
-
-        return tree_map_only(Tensor, part, result)
+    return tree_map_only(Tensor, part, result)
 
 
-class _Synced:
-    """The forward of a SyncBatchNorm: in training, the statistics of all images of its process group."""
+class _Gathered(Wrapped):
+    """A module that gets the whole image on every rank."""
 
-    def __init__(self, module: nn.SyncBatchNorm) -> None:
-        self.module, self.forward = module, module.forward
+    _rank = 2
+    _names = "spatial", "gathered"
 
-    def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _on_whole_images(super().forward, *args, **kwargs)
+
+
+class _Synced(Wrapped):
+    """A SyncBatchNorm that takes, in training, the statistics of all images of its process group."""
+
+    _rank = 3
+    _names = "spatial", "synced"
+
+    def forward(self, input: Tensor) -> Tensor:
+        module: Any = self
         if not module.training or not isinstance(input, SpatialTensor):
-            return self.forward(input)
+            return super().forward(input)
         group = module.process_group or dist.group.WORLD
         inside = set(dist.get_process_group_ranks(group))
         if any(not inside.issuperset(dist.get_process_group_ranks(axis.group)) for axis in input.axes.values()):
             raise ValueError("SyncBatchNorm: expected its process_group to hold all ranks of the image")
         with statistics_over(group):
             return nn.modules.batchnorm._BatchNorm.forward(module, input)
+
+
+def _put_around(module: nn.Module) -> None:
+    if reason_against(module, "spatial"):
+        # Scripted modules, and those with a forward of the instance: their class cannot do it.
+        vars(module)["forward"] = functools.partial(_on_whole_images, module.forward)
+    else:
+        put_on(module, _Gathered)
 
 
 def _random_state(axes: list[Axis]) -> Tensor:
@@ -127,12 +142,10 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
             for axis in axes:
                 dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
     for name in names:
-        module = model.get_submodule(name)
-        vars(module)["forward"] = _Gathered(module.forward)
-
+        _put_around(model.get_submodule(name))
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            vars(module)["forward"] = _Synced(module)
+            put_on(module, _Synced)
 
     looked = False
 

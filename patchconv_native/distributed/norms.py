@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import lean_functional
+from .. import functional
 from ..lean import in_lean
 from .exchange import _alias, all_parts, all_sum, shared, summed
 from .tensor import SpatialTensor, aligned, groups_of, parameter, refuse, rule, wrap
@@ -155,12 +155,12 @@ def _lean(
     given = _Corrected.apply(x, mean, (var + eps).rsqrt(), count, dims, groups) if x.requires_grad else x
     weight, bias = (None if t is None else shared(t, groups) for t in (weight, bias))
     if 0 in dims:
-        return lean_functional.batch_norm(given, mean.flatten(), var.flatten(), weight, bias, False, 0.0, eps)
+        return functional.batch_norm(given, mean.flatten(), var.flatten(), weight, bias, False, 0.0, eps)
     # Every sample's channels as channels of one sample.
     flat = given.flatten(0, 2).unsqueeze(0)
     mean, var = (t.expand(*x.shape[:3], *t.shape[3:]).reshape(-1) for t in (mean, var))
     weight, bias = (None if t is None else t.repeat(x.size(0)) for t in (weight, bias))
-    return lean_functional.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
+    return functional.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
 
 
 def _normalize(
@@ -209,7 +209,7 @@ def _batch_norm(
     _check("batch_norm", x)
     local = x._local
     if not training:
-        y = lean_functional.batch_norm(
+        y = functional.batch_norm(
             local, running_mean, running_var, parameter(weight, x), parameter(bias, x), False, momentum, eps
         )
         return SpatialTensor(y, x.axes)
@@ -311,9 +311,7 @@ def layer_norm(
     if not isinstance(input, SpatialTensor):
         raise refuse("layer_norm", "its input is a plain tensor")
     if all(d < first for d in input.axes):
-        y = lean_functional.layer_norm(
-            input._local, normalized_shape, parameter(weight, input), parameter(bias, input), eps
-        )
+        y = functional.layer_norm(input._local, normalized_shape, parameter(weight, input), parameter(bias, input), eps)
         return wrap(y, input.axes)
     if any(d < first for d in input.axes):
         raise refuse("layer_norm", "one of its cut dimensions is normalized over, and another one is not")
@@ -342,7 +340,7 @@ def rms_norm(
 ) -> Tensor:
     if not isinstance(input, SpatialTensor) or any(d >= input.dim() - len(normalized_shape) for d in input.axes):
         raise refuse("rms_norm", "a dimension that it normalizes over is cut")
-    return wrap(lean_functional.rms_norm(input._local, normalized_shape, parameter(weight, input), eps), input.axes)
+    return wrap(functional.rms_norm(input._local, normalized_shape, parameter(weight, input), eps), input.axes)
 
 
 @rule(F.normalize)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import lean_resize
+from .. import functional
 from .cuts import Window, scaled_cuts
 from .tensor import Axes, SpatialTensor, refuse, rule
 from .windows import check_image, pair, reading
@@ -57,7 +57,7 @@ def max_pool2d(
         raise RuntimeError(f"max_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
     windows = [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
     local, axes, left = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
-    return SpatialTensor(lean_resize.max_pool2d(local, kernel, strides, left, dilations, ceil_mode), axes)
+    return SpatialTensor(functional.max_pool2d(local, kernel, strides, left, dilations, ceil_mode), axes)
 
 
 @rule(_nn.avg_pool2d, F.avg_pool2d)
@@ -84,7 +84,7 @@ def avg_pool2d(
     one = divisor_override
     if one is None and all(len(set(count)) == 1 for count in counts):
         one = counts[0][0] * counts[1][0]
-    y = lean_resize.avg_pool2d(local, kernel, strides, left, ceil_mode, True, one or 1)
+    y = functional.avg_pool2d(local, kernel, strides, left, ceil_mode, True, one or 1)
     if one is None:
         rows, columns = (torch.tensor(count, dtype=torch.float64) for count in counts)
         y = y * (1 / (rows[:, None] * columns)).to(y)
@@ -133,7 +133,7 @@ def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
         entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
         return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, (entries[0], entries[1]))
     return _adaptive("adaptive_avg_pool2d", input, output_size, lambda x, d: x.mean(d, keepdim=True),
-                     lean_resize.adaptive_avg_pool2d)  # fmt: skip
+                     functional.adaptive_avg_pool2d)  # fmt: skip
 
 
 @rule(_nn.adaptive_max_pool2d, F.adaptive_max_pool2d)
@@ -151,4 +151,4 @@ def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = Fal
     def highest(x: Tensor, d: int) -> Tensor:
         return F.adaptive_max_pool2d(x, [1 if first + i == d else x.size(first + i) for i in range(2)])
 
-    return _adaptive("adaptive_max_pool2d", input, output_size, highest, lean_resize.adaptive_max_pool2d)
+    return _adaptive("adaptive_max_pool2d", input, output_size, highest, functional.adaptive_max_pool2d)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import lean_functional, lean_resize
+from .. import functional
 from .cuts import Range, Window, scaled_cuts
 from .pools import adaptive_avg_pool2d
 from .tensor import Axes, SpatialTensor, refuse, rule, wrap
@@ -39,7 +39,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
         reads = [(a - before, b - before) for a, b in axes[d].parts()]
         local = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
     if any(rest):
-        local = lean_resize.pad(local, rest, mode, value)
+        local = functional.pad(local, rest, mode, value)
     return wrap(local, axes)
 
 
@@ -132,7 +132,7 @@ def interpolate(
         else:
             one = {"size": [local.size(first + i) if i == cut else sizes[i] for i in range(2)]}
         if sizes[other] != whole[other] or scales[other] not in (None, 1.0):
-            local = lean_functional.interpolate(local, **one, mode=mode, **align)
+            local = functional.interpolate(local, **one, mode=mode, **align)
     axes: Axes = {}
     precise = torch.float32 if local.dtype in (torch.half, torch.bfloat16) else local.dtype
     for d, axis in input.axes.items():

@@ -43,12 +43,12 @@ def _same_cuts(function: str, tensors: Sequence[Any], dim: int) -> tuple[list[Te
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor:
-    from .. import lean_functional
+    from .. import functional
 
     dim = dim if axis is None else axis
     dim %= tensors[0].dim()
     parts, axes = _same_cuts("cat", tensors, dim)
-    return SpatialTensor(lean_functional.cat(parts, dim), axes)
+    return SpatialTensor(functional.cat(parts, dim), axes)
 
 
 @rule(torch.stack)

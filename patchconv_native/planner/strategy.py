@@ -18,6 +18,7 @@ from .._bytes import format_bytes
 from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
 from ..modules import Split
+from ..wrap import undone
 
 
 @dataclass
@@ -60,21 +61,24 @@ class Strategy:
         for name in (*self.splits, *self.checkpoints):
             if name not in modules:
                 raise ValueError(f"plan: expected the model to have a module named {name!r}, as the plan's had")
-        before = [(name, module, type(module), vars(module).get("_splits")) for name, module in modules.items()]
-        handles: list[Any] = []
+        before = {module: (type(module), vars(module).get("_splits")) for module in modules.values()}
         after: dict[nn.Module, type] = {}
+        handles: list[Any] = []
 
         def undo() -> None:
-            for name, module, cls, _ in before:
-                if type(module) is not cls and type(module) is not after.get(module, type(module)):
+            classes = {}
+            for name, module in modules.items():
+                now = type(module)
+                classes[module] = undone(before[module][0], after.get(module, now), now)
+                if classes[module] is None:
                     raise ValueError(
-                        f"plan.undo: expected module {name!r} to be what the plan made of it, got {type(module)}: "
+                        f"plan.undo: expected module {name!r} to be what the plan made of it, got {now}: "
                         "undo what changed it first"
                     )
             for handle in handles:
                 handle.remove()
-            for _, module, cls, splits in before:
-                module.__class__ = cls
+            for module, (_, splits) in before.items():
+                module.__class__ = classes[module]
                 if isinstance(module, Split):
                     module._splits = splits
                 else:

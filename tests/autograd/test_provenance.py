@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 
 
 def batch_norm(x: Tensor, p: dict[str, Tensor]) -> Tensor:

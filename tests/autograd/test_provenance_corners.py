@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 
 
 def image(device: str, *shape: int) -> Tensor:

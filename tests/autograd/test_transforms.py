@@ -258,7 +258,7 @@ def test_lean_layers_under_transforms(device):
     x = torch.randn(2, 4, 5, 5, device=device, dtype=torch.float64)
     for name, function in functions.items():
         found = []
-        for f in (F, pc.lean_functional):
+        for f in (F, pc.functional):
 
             def loss(x, f=f, function=function):
                 return function(f, x).pow(3).sum()

@@ -14,7 +14,7 @@ import patchconv_native as pc
 from bench import correct_norms
 from bench.correct_norms import EPS, MOMENTUM, NORMS, Given, Norm
 
-lf = pc.lean_functional
+lf = pc.functional
 LARGE = ((1, 8, 67, 65), 1, False)
 
 

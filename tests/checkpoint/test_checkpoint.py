@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 
 
 def torchs(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),

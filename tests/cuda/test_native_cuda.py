@@ -26,7 +26,7 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),

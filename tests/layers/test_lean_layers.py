@@ -308,7 +308,7 @@ def test_norms_of_an_empty_batch(device, cls, shape):
 @pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
 @pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
 def test_norms_refuse_parameters_of_another_size(device, norm, name):
-    function = getattr(pc.lean_functional, norm)
+    function = getattr(pc.functional, norm)
     given = {"running_mean": torch.zeros(6), "running_var": torch.ones(6)}
     given[name] = torch.ones(2)
     given = {key: value.to(device) for key, value in given.items()}
@@ -318,7 +318,7 @@ def test_norms_refuse_parameters_of_another_size(device, norm, name):
 
 def test_batch_norm_needs_statistics_in_eval_mode(device):
     with pytest.raises(ValueError, match=r"^batch_norm: expected running_mean and running_var where training is False"):
-        pc.lean_functional.batch_norm(torch.randn(IMAGE, device=device), None, None)
+        pc.functional.batch_norm(torch.randn(IMAGE, device=device), None, None)
 
 
 def test_a_bias_may_be_edited_before_backward(device):

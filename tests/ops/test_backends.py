@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 LAYOUTS = pytest.mark.parametrize("layout", ["NCHW", "channels_last"])
 

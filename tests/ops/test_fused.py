@@ -13,7 +13,7 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
 SHAPE = (3, 6, 5, 7)

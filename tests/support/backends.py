@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import patchconv_native as pc
 
-lf = pc.lean_functional
+lf = pc.functional
 SERVED = ("auto", "aten") + (("native",) if pc.build_info()["cuda"] else ())
 FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -55,7 +55,7 @@ OWN = re.compile(r"patchconv(::|\d+)kernels")  # the namespace, as written or as
 
 @dataclass(frozen=True)
 class Operator:
-    """One of lean_functional's on CUDA under backend "native". Each pair is of forward and backward."""
+    """One of pc.functional's on CUDA under backend "native". Each pair is of forward and backward."""
 
     call: Callable[[Leaves], Tensor]
     pieces: tuple[str, str]  # this package's operators that it is made of, on every device

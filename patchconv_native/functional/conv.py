@@ -1,18 +1,17 @@
-"""The convolutions with the signatures of torch.nn.functional, plus `padding_mode` and `splits`.
+"""Convolutions, with torch's signatures plus `padding_mode` and `splits`.
 
-Only arguments are normalised here ("same" to numbers); shapes and values are checked by the operators, whose errors
-name operator, argument, what was expected and what came. `splits` is the number of pieces the output is cut into:
-None (automatic: as few as keep the transient memory under `workspace_limit()`), an int for the first spatial
-dimension (rows of an image, depth of a volume), or a tuple with one entry a spatial dimension. Results do not depend
-on it beyond rounding.
+This file turns arguments into numbers ("same" into a padding). The operators check shapes and values.
 
-`padding` of conv1d, conv2d and conv3d is "same", "valid", an int, one int a spatial dimension, or two: (before, after)
-of the first dimension, then of the next: for an image (top, bottom, left, right). This is more than torch takes, and
-how "same" with an even kernel is served: conv2d(x, w, padding="same") with a 4×4 kernel is
-conv2d(x, w, padding=(1, 2, 1, 2)).
+splits: the number of pieces that the output is cut into. None (automatic): as few as keep the transient memory under
+`workspace_limit()`. An int: pieces of the first spatial dimension (rows of an image, depth of a volume). A tuple: one
+entry a spatial dimension. Results depend on it by no more than rounding.
 
-Where torch takes an int, anything with `__index__` serves (numpy.int64, a tensor of one element); a bool or another
-type is a TypeError. Not checked, since it would cost every call: a bool inside of a sequence counts as 0 or 1.
+padding of conv1d, conv2d and conv3d: "same", "valid", an int, or one int a spatial dimension. Two ints a spatial
+dimension are taken too, which torch does not: (before, after) of the first, then of the next; for an image (top,
+bottom, left, right). "same" with a 4x4 kernel is padding=(1, 2, 1, 2).
+
+Where torch takes an int, anything with `__index__` is taken too (numpy.int64, a tensor of one element). A bool or
+another type is a TypeError. A bool inside of a sequence counts as 0 or 1: to check that would cost every call.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _library
+from .. import _library
 
 Ints = int | Sequence[int]
 Splits = int | Sequence[int] | None
@@ -37,8 +36,8 @@ _PLAIN = frozenset((Tensor, Parameter))
 _function_modes: Any = torch._C._len_torch_function_stack
 
 
-def direct(input: Any, weight: Any, bias: Any) -> bool:
-    """Whether the short way into the dispatcher serves this call: plain tensors, eagerly.
+def _short_way(input: Any, weight: Any, bias: Any) -> bool:
+    """Whether `_C` can be called without torch.ops: plain tensors, eager mode.
 
     Tensor subclasses, function modes and compilers must see the call as torch.ops.patchconv.*.
     """
@@ -59,13 +58,13 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 60
 
 
-def shown(value: Any) -> str:
-    """The repr of a refused argument, on one line of bounded length."""
+def short_repr(value: Any) -> str:
+    """The repr of a wrong argument, for an error text: one line of limited length."""
     return " ".join(_repr.repr(value).split())
 
 
-def whole(value: Any) -> Any:
-    """An entry as the operators take it: TypeError for a bool and for what is no integer."""
+def to_int(value: Any) -> Any:
+    """An int, or the SymInt of a compiler. TypeError for a bool and for what is no integer."""
     if isinstance(value, bool):
         raise TypeError("a bool")
     return value if isinstance(value, torch.SymInt) else operator.index(value)
@@ -85,46 +84,46 @@ def _expected(name: str, argument: str) -> str:
     return ints
 
 
-def _converted(name: str, argument: str, value: Any) -> Any:
+def _normalized(name: str, argument: str, value: Any) -> Any:
     """An argument in Python's own ints, or TypeError naming it."""
     try:
         if argument == "padding_mode":
             if isinstance(value, str):
                 return value
         elif argument == "groups":
-            return whole(value)
+            return to_int(value)
         elif argument == "splits" and value is None:
             return None
         elif not isinstance(value, Sequence):
-            return [whole(value)]
+            return [to_int(value)]
         elif not isinstance(value, (str, bytes)):
-            return [whole(entry) for entry in value]
+            return [to_int(entry) for entry in value]
     except TypeError:
         pass
-    got = f"{shown(value)} ({type(value).__name__})"
+    got = f"{short_repr(value)} ({type(value).__name__})"
     raise TypeError(f"{name}: expected {argument} to be {_expected(name, argument)}, got {got}")
 
 
 def _check_tensor(name: str, argument: str, value: Any) -> None:
-    # torch.ops takes None for an undefined tensor. What has __torch_function__ (torch.fx.Proxy) stands for a tensor.
+    # torch.ops takes None for a tensor. An object with __torch_function__ (torch.fx.Proxy) stands for a tensor.
     if not isinstance(value, Tensor) and not hasattr(type(value), "__torch_function__"):
         expected = "a Tensor" if argument in ("input", "weight") else "a Tensor or None"
         raise TypeError(f"{name}: expected {argument} to be {expected}, got {type(value).__name__}")
 
 
-def _by_schema(
+def _through_torch_ops(
     name: str, input: Any, weight: Any, bias: Any, parts: dict[str, Any] | None = None, **arguments: Any
 ) -> Tensor:
-    """The call through torch.ops, for what the short way does not serve or has refused: mended, or a named error."""
+    """The call by torch.ops, for what the short way does not serve, with arguments made right or refused by name."""
     if not torch.compiler.is_compiling():
         _check_tensor(name, "input", input)
         _check_tensor(name, "weight", weight)
         if bias is not None:
             _check_tensor(name, "bias", bias)
-        # Padding last: "same" with a wrong dilation has made wrong numbers of it.
+        # Padding last: if dilation is wrong, so is the padding computed for "same", and dilation should be named.
         order = sorted(arguments, key=lambda argument: argument == "padding")
-        arguments = {argument: _converted(name, argument, arguments[argument]) for argument in order}
-    # Lists, since a compiler may have made a number symbolic.
+        arguments = {argument: _normalized(name, argument, arguments[argument]) for argument in order}
+    # A list of one also for a number that a compiler has made symbolic.
     lists = {argument: value if argument == "groups" else _list(value) for argument, value in arguments.items()}
     return getattr(_ops, name)(input, weight, bias, **lists, **(parts or {}))
 
@@ -141,10 +140,10 @@ def conv(
     padding_mode: str,
     splits: Any,
 ) -> Tensor:
-    """The operator conv{dims}d with numbers for padding, by the shortest way."""
-    if direct(input, weight, bias):
+    """conv{dims}d with a padding of numbers, by the fastest way into the operator."""
+    if _short_way(input, weight, bias):
         try:
-            # A bool is no `type(...) is int`: in a list's or groups' place _C refuses what it is given instead.
+            # `type(...) is int` is False for a bool, which _C then refuses where it expects a list or gets None.
             return _C.conv(
                 dims, input, weight, bias,
                 [stride] if type(stride) is int else stride,
@@ -155,8 +154,8 @@ def conv(
                 [splits] if type(splits) is int else splits,
             )  # fmt: skip
         except TypeError:
-            pass  # mended or said more clearly by the longer way
-    return _by_schema(
+            pass  # the longer way serves it, or names the wrong argument
+    return _through_torch_ops(
         f"conv{dims}d", input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
         padding_mode=padding_mode, splits=splits,
     )  # fmt: skip
@@ -174,8 +173,8 @@ def conv_transpose(
     dilation: Any,
     splits: Any,
 ) -> Tensor:
-    """The operator conv_transpose{dims}d, by the shortest way."""
-    if direct(input, weight, bias):
+    """conv_transpose{dims}d, by the fastest way into the operator."""
+    if _short_way(input, weight, bias):
         try:
             return _C.conv_transpose(
                 dims, input, weight, bias,
@@ -188,16 +187,16 @@ def conv_transpose(
             )  # fmt: skip
         except TypeError:
             pass
-    return _by_schema(
+    return _through_torch_ops(
         f"conv_transpose{dims}d", input, weight, bias, stride=stride, padding=padding, output_padding=output_padding,
         groups=groups, dilation=dilation, splits=splits,
     )  # fmt: skip
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """(before, after) for each dimension so that a stride-1 output has its input's size.
+    """The padding, (before, after) a dimension in one list, for an output as large as its input at stride 1.
 
-    An odd total puts the extra element after, as torch does.
+    Of an odd total the larger part is after, as in torch.
     """
     pads = []
     for k, d in zip(kernel_size, dilation, strict=True):
@@ -219,7 +218,7 @@ def _pads(name: str, padding: str | Ints, weight: Tensor, stride: Ints, dilation
         if torch.compiler.is_compiling():
             raise
     _check_tensor(name, "weight", weight)
-    return _same(name, weight, _converted(name, "stride", stride), _converted(name, "dilation", dilation))
+    return _same(name, weight, _normalized(name, "stride", stride), _normalized(name, "dilation", dilation))
 
 
 def _same(name: str, weight: Tensor, stride: Ints, dilation: Ints) -> list[int]:
@@ -286,21 +285,21 @@ def conv2d_fused(
     padding_mode: str = "zeros",
     splits: Splits = None,
 ) -> Tensor:
-    """conv2d(input, weight) * scale + bias + residual, and relu of that: each part where it is given.
+    """conv2d(input, weight) * scale + bias + residual, and its ReLU if relu=True. Parts that are None are left out.
 
-    scale (K) with bias is a batch norm with constant statistics, residual (N, K, P, Q) what a block adds. Under
-    `backend("native")` on CUDA the result is rounded and written once; elsewhere the parts follow in place. With relu
-    and without scale, gradients keep what the convolution keeps and 1 bit an element (nothing where the output is kept
-    by who uses it); with scale or without relu, what the parts keep.
+    scale (K) with bias (K) stands for a batch norm with constant statistics, residual (N, K, P, Q) for what a block
+    adds at its end. Under `backend("native")` on CUDA the result is rounded and written once. Elsewhere the parts are
+    applied one after another, in place. Saved for backward: with relu and without scale what conv2d saves, and one bit
+    an element (none where a later layer saves the output anyway); otherwise what each part saves.
     """
     padding = _pads("conv2d_fused", padding, weight, stride, dilation)
     if not isinstance(relu, bool):
-        raise TypeError(f"conv2d_fused: expected relu to be a bool, got {shown(relu)} ({type(relu).__name__})")
+        raise TypeError(f"conv2d_fused: expected relu to be a bool, got {short_repr(relu)} ({type(relu).__name__})")
     if not torch.compiler.is_compiling():
         for argument, part in (("scale", scale), ("residual", residual)):
             if part is not None:
                 _check_tensor("conv2d_fused", argument, part)
-    return _by_schema(
+    return _through_torch_ops(
         "conv2d_fused", input, weight, bias, {"scale": scale, "residual": residual, "relu": relu}, stride=stride,
         padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, splits=splits,
     )  # fmt: skip

@@ -1,0 +1,249 @@
+"""The one way to put a forward on a module and to take it off again: by the module's class.
+
+A kind is a class derived from `Wrapped`, whose forward calls the module's own. Putting it on a module gives the module
+a class that is derived from the kind and from the module's own class, so parameters, buffers, hooks and state_dict stay
+what they were. A module may have several kinds. Their ranks say which is inside of which, whatever the order in which
+they were put on:
+
+    0  functional code inside `lean()`            convert(functional=True)
+    1  micro-batches                              microbatch_modules
+    2  the whole image on every rank              distributed.spatial(gather=...)
+    3  statistics of all ranks (SyncBatchNorm)    distributed.spatial
+    4  a checkpoint                               checkpoint_modules, plan
+
+Copies, pickles and torch.nn.utils.parametrize keep the kinds. TorchScript gets the module without them. `convert` and
+`revert` change the class below the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+Model = TypeVar("Model", bound=nn.Module)
+Which = str | type | Iterable[str] | Iterable[type] | Callable[[str, nn.Module], bool]
+
+
+class Wrapped(nn.Module):
+    """The base of all kinds."""
+
+    _rank: int
+    """The kind of the highest rank is outermost. A module has at most one kind of a rank."""
+    _names: tuple[str, str]
+    """For error texts: the function that puts the kind on, and the adjective for such a module."""
+    _made_by: tuple[Callable[..., type[Wrapped]], tuple[Any, ...]] | None = None
+    """Of a kind that was made at run time and that pickle cannot find by name: a function that makes it, and its
+    arguments.
+    """
+    _inner: type[nn.Module]
+    """Of the class of a wrapped module: the class below the outermost kind."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles as those of the module's own class, with the kinds put on at the end."""
+        plain, kinds = parts(type(self))
+        reduced = reduced_as(self, plain, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        create, arguments, *rest = reduced
+        return _restored, (create, arguments, [kind._made_by or kind for kind in kinds]), *rest
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        plain = parts(type(self))[0]
+        module: Any = plain.__new__(plain)
+        vars(module).update(vars(self))
+        return module.__prepare_scriptable__() if hasattr(module, "__prepare_scriptable__") else module
+
+
+def _restored(create: Callable[..., Any], arguments: tuple[Any, ...], kinds: list[Any]) -> Any:
+    module = create(*arguments)
+    made = [kind if isinstance(kind, type) else kind[0](*kind[1]) for kind in kinds]
+    module.__class__ = wrapped_class(type(module), made)
+    return module
+
+
+def reduced_as(module: nn.Module, cls: type, protocol: Any) -> Any:
+    """What `module.__reduce_ex__(protocol)` gives while the module's class is `cls`."""
+    now = type(module)
+    module.__class__ = cls
+    try:
+        return module.__reduce_ex__(protocol)
+    finally:
+        module.__class__ = now
+
+
+def on_base(cls: type, change: Callable[[type], type]) -> type:
+    """change(cls). Of a class that torch.nn.utils.parametrize made: the same over the changed base."""
+    if not (cls.__module__ == parametrize.__name__ and len(cls.__bases__) == 1):
+        return change(cls)
+    base = change(cls.__bases__[0])
+    if base is cls.__bases__[0]:
+        return cls
+    body = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, (base,), body)
+
+
+_classes: dict[tuple[type, type], Any] = {}
+
+
+def _with_kind(kind: type[Wrapped], cls: type) -> type:
+    if (kind, cls) not in _classes:
+        body = {"_inner": cls, "__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+        _classes[kind, cls] = type(cls.__name__, (kind, cls), body)
+    return _classes[kind, cls]
+
+
+def wrapped_class(cls: type, kinds: Iterable[type[Wrapped]]) -> Any:
+    """The class `cls`, which has no kinds yet, with these."""
+    for kind in sorted(kinds, key=lambda kind: kind._rank):
+        cls = on_base(cls, lambda base, kind=kind: _with_kind(kind, base))  # type: ignore[misc]
+    return cls
+
+
+def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
+    """The class without its kinds, and the kinds, innermost first.
+
+    TypeError for a class that was derived by hand from the class of a wrapped module.
+    """
+    kinds: list[type[Wrapped]] = []
+
+    def without(base: Any) -> Any:
+        while issubclass(base, Wrapped):
+            kind, inner = base.__bases__[0], vars(base).get("_inner")
+            if _classes.get((kind, inner)) is not base:
+                owner, adjective = base._names
+                raise TypeError(f"{owner}: {base.__name__} is a subclass of a {adjective} class and has no plain form")
+            kinds.insert(0, kind)
+            base = inner
+        return base
+
+    return on_base(cls, without), kinds
+
+
+def _with_one_more(cls: type, kind: type[Wrapped]) -> Any:
+    plain, kinds = parts(cls)
+    return wrapped_class(plain, [*(one for one in kinds if one._rank != kind._rank), kind])
+
+
+def _with_one_less(cls: type, family: type[Wrapped]) -> Any:
+    plain, kinds = parts(cls)
+    return wrapped_class(plain, (one for one in kinds if not issubclass(one, family)))
+
+
+def put_on(module: nn.Module, kind: type[Wrapped]) -> None:
+    """Wraps the module's forward in `kind`, in place of another kind of that rank."""
+    if not isinstance(module, kind):
+        module.__class__ = _with_one_more(type(module), kind)
+
+
+def take_off(module: nn.Module, family: type[Wrapped]) -> None:
+    """Takes the kinds off that are `family` or derived from it."""
+    if isinstance(module, family):
+        module.__class__ = _with_one_less(type(module), family)
+
+
+def undone(before: type, after: type, now: type) -> Any:
+    """The class `now` without what made `before` into `after`. Kinds put on or taken off since then stay so.
+
+    None if the class below the kinds is not what it was in `after`.
+    """
+    if now in (before, after):
+        return before
+    plain, kinds_before = parts(before)
+    plain_after, kinds_after = parts(after)
+    plain_now, kinds_now = parts(now)
+    if plain_now is not plain_after:
+        return None
+    return wrapped_class(plain, (kind for kind in kinds_now if kind in kinds_before or kind not in kinds_after))
+
+
+@contextmanager
+def without_kinds(model: Any) -> Iterator[None]:
+    """Takes all kinds off a model's modules, and puts them on again at the end, whatever class those then have."""
+    every: list[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else []
+    found = [(module, *parts(type(module))) for module in every if isinstance(module, Wrapped)]
+    for module, plain, _ in found:
+        module.__class__ = plain
+    try:
+        yield
+    finally:
+        for module, _, kinds in found:
+            module.__class__ = wrapped_class(type(module), kinds)
+
+
+@contextmanager
+def forwards(of: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Other forwards for some modules for a while, in place of those of their classes, kinds included.
+
+    The modules must have no forward of the instance.
+    """
+    for module, forward in of.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in of:
+            vars(module).pop("forward", None)
+
+
+def chosen_modules(owner: str, model: nn.Module, which: Any) -> dict[str, nn.Module]:
+    """The modules `which` by name. TypeError, ValueError for what names no modules."""
+    named = list(model.named_modules())
+    if callable(which) and not isinstance(which, type):
+        return {name: module for name, module in named if which(name, module)}
+    wanted: list[Any] = list(which) if isinstance(which, Iterable) and not isinstance(which, (str, type)) else [which]
+    if wanted and all(isinstance(one, type) and issubclass(one, nn.Module) for one in wanted):
+        classes: Any = tuple(wanted)
+        return {name: module for name, module in named if isinstance(module, classes)}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for one in wanted:
+        if not isinstance(one, str):
+            raise TypeError(
+                f"{owner}: expected which to be names of modules, module classes or a function of name and "
+                f"module, got {one!r}"
+            )
+        if one not in modules:
+            raise ValueError(f"{owner}: expected which to name modules of the model, got {one!r}")
+    return {name: modules[name] for name in wanted}
+
+
+def reason_against(module: nn.Module, verb: str) -> str | None:
+    """Why no kind can be put on the module, or None. verb: what the kind does to it, for the text."""
+    name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"a TorchScript module cannot change its class: {verb} before scripting"
+    if isinstance(module, LazyModuleMixin):
+        return f"{name} has no weight yet: run the model once, then {verb}"
+    if "forward" in vars(module):
+        return f"this {name} was given a forward of its own"
+    if type(module).forward is nn.Module.forward:
+        return f"{name} has no forward"
+    return None
+
+
+def wrap_modules(
+    owner: str, verb: str, model: Model, which: Any, family: type[Wrapped], kind_of: Callable[[str], type[Wrapped]]
+) -> Model:
+    """Puts kind_of(name) on the modules `which` of a model, and takes any other kind of the family off the rest."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
+    chosen = chosen_modules(owner, model, which)
+    for name, module in chosen.items():
+        if reason := reason_against(module, verb):
+            raise TypeError(f"{owner}, module {name!r}: {reason}")
+    wanted = {id(module): kind_of(name) for name, module in chosen.items()}
+    changes = []
+    for module in model.modules():
+        kind, cls = wanted.get(id(module)), type(module)
+        if kind is not None and not issubclass(cls, kind):
+            changes.append((module, _with_one_more(cls, kind)))
+        elif kind is None and issubclass(cls, family):
+            changes.append((module, _with_one_less(cls, family)))
+    for module, cls in changes:
+        module.__class__ = cls
+    return model

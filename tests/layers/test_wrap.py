@@ -1,0 +1,130 @@
+"""Kinds of forwards (wrap.py) on one module: put on in any order, and taken off one by one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.ranks import needs_gloo, run
+from torch import Tensor, nn
+
+import patchconv_native as pc
+from patchconv_native.planner import Strategy
+from patchconv_native.wrap import parts
+
+
+class Attention(nn.Module):
+    """spatial() gathers what has this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.project(x.flatten(2).transpose(1, 2))
+        return x + F.relu(F.scaled_dot_product_attention(tokens, tokens, tokens)).transpose(1, 2).reshape(x.shape)
+
+
+def network(norm: type[nn.Module] = nn.BatchNorm2d) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm(4), Attention(), nn.Conv2d(4, 2, 3)).double()
+
+
+def image() -> Tensor:
+    return torch.randn(2, 3, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def outcome(model: nn.Module, whole: Any = None) -> list[Tensor]:
+    x = image().requires_grad_()
+    y = model(x)
+    y = y if whole is None else whole(y)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def names(module: nn.Module) -> list[str]:
+    return [kind.__name__ for kind in parts(type(module))[1]]
+
+
+def all_orders(rank: int, world: int) -> list[str]:
+    import patchconv_native.distributed as pd
+
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    expected = outcome(network())
+    steps = {
+        "spatial": lambda m: pd.spatial(m, mesh),
+        "checkpoint": lambda m: pc.checkpoint_modules(m, (Attention, nn.SyncBatchNorm)),
+        "microbatch": lambda m: pc.microbatch_modules(m, Attention, 2),
+        "convert": lambda m: pc.convert(m, functional=True),
+    }
+    wrong = []
+    for order in itertools.permutations(steps):
+        model = network(nn.SyncBatchNorm)
+        for step in order:
+            steps[step](model)
+        kinds = (names(model[1]), names(model[2]), isinstance(model[1], pc.SyncBatchNorm))
+        right = ["LeanCode", "_Microbatched", "_Gathered", "_Checkpointed"]
+        if kinds != (["_Synced", "_Checkpointed"], right, True):
+            wrong.append(f"{order}: {kinds}")
+        try:
+            torch.testing.assert_close(outcome(model, pd.gather), expected)
+        except AssertionError as error:
+            wrong.append(f"{order}: {error}")
+    return wrong
+
+
+@needs_gloo
+def test_every_order_on_ranks() -> None:
+    assert run(2, all_orders, timeout=300) == [[], []]
+
+
+def test_a_plan_over_micro_batches() -> None:
+    """A plan takes off what it has put on, and nothing else."""
+    expected = outcome(network())
+    strategy = Strategy(convert=True, functional=True, checkpoints=["2"])
+    model = pc.microbatch_modules(network(), "2", 2)
+    undo = strategy.apply(model)
+    assert names(model[2]) == ["LeanCode", "_Microbatched", "_Checkpointed"]
+    torch.testing.assert_close(outcome(model), expected)
+    undo()
+    assert names(model[2]) == ["_Microbatched"] and type(model[0]) is nn.Conv2d
+
+    model = network()
+    undo = strategy.apply(model)
+    pc.microbatch_modules(model, ("1", "2"), 2)
+    pc.checkpoint_modules(model, ("1", "2"))
+    undo()
+    assert names(model[1]) == ["_Microbatched", "_Checkpointed"] and type(model[0]) is nn.Conv2d
+    assert names(model[2]) == ["_Microbatched"], "the plan's checkpoint goes"
+    torch.testing.assert_close(outcome(model), expected)
+
+
+def test_a_plan_is_made_for_micro_batches() -> None:
+    model = pc.microbatch_modules(network(), "2", 2)
+    plan = pc.plan(model, image(), budget="1GiB")
+    plan.undo(plan.apply(model))
+    assert names(model[2]) == ["_Microbatched"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies(copied: Any) -> None:
+    model = pc.convert(Attention(), functional=True)
+    pc.checkpoint_modules(pc.microbatch_modules(model, "", 2), "")
+    other = copied(model)
+    assert type(other) is type(model) and names(other) == ["LeanCode", "_Microbatched", "_Checkpointed"]
+    pc.checkpoint_modules(pc.microbatch_modules(pc.revert(other), ()), ())
+    assert type(other) is Attention and len(names(model)) == 3
+
+
+def test_a_class_derived_from_a_wrapped_one() -> None:
+    class Derived(type(pc.checkpoint_modules(Attention(), ""))):  # type: ignore[misc]
+        pass
+
+    text = r"^checkpoint_modules: Derived is a subclass of a checkpointed class and has no plain form$"
+    with pytest.raises(TypeError, match=text):
+        pc.checkpoint_modules(Derived(), ())
