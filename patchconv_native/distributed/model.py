@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .cuts import Axis
-from .exchange import same_everywhere
+from ..spatial import Axes, Axis, SpatialTensor
+from ..spatial.norms import statistics_over
+from ..spatial.parts import scatter_part
 from .moving import gather, plan_axes, scatter
-from .norms import statistics_over
-from .tensor import Axes, SpatialTensor, scattered
+from .ranks import Ranks, group_of, same_everywhere
 
 # Modules that mix all places by matrix products. They get the whole image, and every rank computes all of it.
 _ATTENTION: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -47,7 +47,7 @@ class _Gathered:
 
         def part(value: Tensor) -> Tensor:
             fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
-            return scattered(value, axes) if fits else value
+            return SpatialTensor(scatter_part(value, axes), axes) if fits else value
 
         return tree_map_only(Tensor, part, result)
 
@@ -64,14 +64,14 @@ class _Synced:
             return self.forward(input)
         group = module.process_group or dist.group.WORLD
         inside = set(dist.get_process_group_ranks(group))
-        if any(not inside.issuperset(dist.get_process_group_ranks(axis.group)) for axis in input.axes.values()):
+        if any(not inside.issuperset(dist.get_process_group_ranks(group_of(axis))) for axis in input.axes.values()):
             raise ValueError("SyncBatchNorm: expected its process_group to hold all ranks of the image")
-        with statistics_over(group):
+        with statistics_over(Ranks(group)):
             return nn.modules.batchnorm._BatchNorm.forward(module, input)
 
 
 def _random_state(axes: list[Axis]) -> Tensor:
-    nccl = any(dist.get_backend(axis.group) == "nccl" for axis in axes)
+    nccl = any(dist.get_backend(group_of(axis)) == "nccl" for axis in axes)
     return torch.cuda.get_rng_state() if nccl else torch.get_rng_state()
 
 
@@ -125,7 +125,7 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
     for tensor in (*model.parameters(), *model.buffers()):
         if not hasattr(tensor, "placements"):  # a DTensor's are somebody else's
             for axis in axes:
-                dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
+                dist.broadcast(tensor.detach(), group=group_of(axis), group_src=0)
     for name in names:
         module = model.get_submodule(name)
         vars(module)["forward"] = _Gathered(module.forward)

@@ -20,7 +20,7 @@ def many(rank: int, world: int, mesh_shape: tuple[int, ...], dims: str, seeds: l
     from torch.distributed.device_mesh import init_device_mesh
 
     import patchconv_native.distributed as pd
-    from patchconv_native.distributed import convs
+    from patchconv_native.spatial import convs
 
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple(f"m{i}" for i in range(len(mesh_shape))))
     found = []

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lean import _Redirect, in_lean
-from .exchange import layout
-from .tensor import SpatialTensor, aligned, local_of, name_of, parameter, refuse, rule, rules, wrap
+from .layout import layout
+from .operands import aligned, local_of, parameter, wrap
+from .parts import part_of
+from .rules import name_of, refuse, rule, rules
+from .tensor import SpatialTensor
 
 _nn: Any = torch._C._nn
 
@@ -84,7 +87,7 @@ def _data(x: SpatialTensor) -> Tensor:
 
 rules(_on_local, (Tensor.type,))
 
-# A whole tensor, the same on every rank.
+# A whole tensor, the same for every part.
 rules(_on_local, (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
 
 
@@ -100,7 +103,7 @@ def _hash(x: SpatialTensor) -> int:
 
 @rule(Tensor.backward)
 def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Of a value whose gradient is given: its part on every rank. Gradients that need other ranks' parts are right."""
+    """With a gradient that is given, whole or in parts. Every part's call must do this, since halos' gradients move."""
     if gradient is None:
         raise refuse("Tensor.backward", "it needs a gradient, or a number: sum or average it")
     values, _ = aligned("Tensor.backward", (x, gradient))
@@ -224,20 +227,17 @@ def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _mask_of_one_device(x: SpatialTensor, p: float) -> Tensor:
-    """Draws for the whole image, as one device would with this random state, and takes the part. The same state is
-    needed on every rank. For the moment of the call it is as large as the whole image, in one byte an element (two for
-    the mask of a converted layer).
+    """Draws for the whole image, as one device would with this random state, and takes the part.
+
+    Every part's call needs the same random state. During the call the mask is as large as the whole image, in one byte
+    an element (two for that of a converted layer).
     """
-    last = x.dim() == 4 and layout(x._local) == torch.channels_last
     seeded = in_lean()
     dtype = torch.bfloat16 if seeded else torch.bool
-    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device,
-                        memory_format=torch.channels_last if last else torch.contiguous_format)  # fmt: skip
+    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device, memory_format=layout(x._local))
     with torch.no_grad():
         mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if seeded else whole.bernoulli_(1 - p)
-    for d, axis in x.axes.items():
-        mask = mask.narrow(d, axis.own[0], axis.length)
-    return mask.clone()
+    return part_of(mask, x.axes).clone()
 
 
 def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_channels: bool) -> Tensor:

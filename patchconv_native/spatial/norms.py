@@ -1,8 +1,8 @@
 """Rules for norms: statistics of the whole image, from each part's count, mean and squared deviations.
 
-A variance taken about each part's own mean is not the whole's; parts are merged by Chan, Golub and LeVeque, "Updating
-Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), in float64. Gradients likewise: the two sums
-that the input's gradient needs are summed over the ranks.
+The mean of the parts' variances is not the whole's variance, so parts are merged by Chan, Golub and LeVeque, "Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), in float64. In backward, the two sums that the
+input's gradient needs are summed over all parts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from torch.autograd import Function
 
 from .. import lean_functional
 from ..lean import in_lean
-from .exchange import _alias, all_parts, all_sum, shared, summed
-from .tensor import SpatialTensor, aligned, groups_of, parameter, refuse, rule, wrap
+from .axis import Executor, Executors, executors_of
+from .operands import aligned, parameter, wrap
+from .parts import alias, all_parts, all_sum, precise, shared, summed
+from .rules import refuse, rule
+from .tensor import SpatialTensor
 
 
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.half, torch.bfloat16) else x.dtype
-
-
-def moments(x: Tensor, dims: Sequence[int], groups: tuple[Any, ...]) -> tuple[Tensor, Tensor, int]:
+def moments(x: Tensor, dims: Sequence[int], executors: Executors) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance over `dims` of all parts, with those dimensions kept at 1, and the count. No history."""
     x = x.detach()
-    var, mean = torch.var_mean(x.to(_precise(x)), list(dims), correction=0, keepdim=True)
+    var, mean = torch.var_mean(x.to(precise(x.dtype)), list(dims), correction=0, keepdim=True)
     count = 1
     for d in dims:
         count *= x.size(d)
-    mine = torch.stack([mean.double(), var.double() * count, torch.full_like(mean, count, dtype=torch.float64)])
-    means, squares, counts = all_parts(mine, groups).unbind(1)
+    found = torch.stack([mean.double(), var.double() * count, torch.full_like(mean, count, dtype=torch.float64)])
+    means, squares, counts = all_parts(found, executors).unbind(1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
     squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
@@ -52,13 +51,13 @@ class _Normalized(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, count: int,
-        dims: tuple[int, ...], eps: float, groups: tuple[Any, ...],
+        dims: tuple[int, ...], eps: float, executors: Executors,
     ) -> Tensor:  # fmt: skip
-        dtype = _precise(x)
+        dtype = precise(x.dtype)
         rstd = (var + eps).rsqrt().to(dtype)
         mean = mean.to(dtype)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.given = count, dims, eps, groups
+        ctx.given = count, dims, eps, executors
         y = (x - mean).mul_(rstd)
         if weight is not None:
             y.mul_(weight.to(dtype))
@@ -69,7 +68,7 @@ class _Normalized(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        count, dims, _, groups = ctx.given
+        count, dims, _, executors = ctx.given
         if torch.is_grad_enabled():
             return (*_recorded(grads[0], (x, weight, bias), ctx.needs_input_grad, *ctx.given), *[None] * 6)
         dtype = mean.dtype
@@ -86,7 +85,7 @@ class _Normalized(Function):
             scaled = grad if weight is None else grad * weight
             moved = [(scaled * normed).sum(dims, keepdim=True), scaled.sum(dims, keepdim=True)]
         sums = moved + sums
-        flat = all_sum(torch.cat([s.flatten() for s in sums]), groups)
+        flat = all_sum(torch.cat([s.flatten() for s in sums]), executors)
         found = [part.view_as(s) for part, s in zip(flat.split([s.numel() for s in sums]), sums, strict=True)]
         gx = None
         if ctx.needs_input_grad[0]:
@@ -99,18 +98,18 @@ class _Normalized(Function):
 
 def _recorded(
     grad: Tensor, given: tuple[Any, ...], needed: Sequence[bool], count: int, dims: tuple[int, ...], eps: float,
-    groups: tuple[Any, ...],
+    executors: Executors,
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients that can be differentiated again: those of the same formula in torch's own functions."""
     x, weight, bias = given
-    mean = summed(x.sum(dims, keepdim=True), groups) / count
-    centred = x - shared(mean, groups)
-    var = summed(centred.square().sum(dims, keepdim=True), groups) / count
-    y = centred * shared((var + eps).rsqrt(), groups)
+    mean = summed(x.sum(dims, keepdim=True), executors) / count
+    centred = x - shared(mean, executors)
+    var = summed(centred.square().sum(dims, keepdim=True), executors) / count
+    y = centred * shared((var + eps).rsqrt(), executors)
     if weight is not None:
-        y = y * shared(weight, groups)
+        y = y * shared(weight, executors)
     if bias is not None:
-        y = y + shared(bias, groups)
+        y = y + shared(bias, executors)
     wanted = [t for t, n in zip(given, needed, strict=False) if n and t is not None]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, allow_unused=True))
     return [next(found) if n and t is not None else None for t, n in zip(given, needed, strict=False)]
@@ -125,35 +124,35 @@ class _Corrected(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: int, dims: tuple[int, ...], groups: tuple[Any, ...]
+        ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: int, dims: tuple[int, ...], executors: Executors
     ) -> Tensor:
         ctx.save_for_backward(x, mean, rstd)
-        ctx.given = count, dims, groups
-        return _alias(x)
+        ctx.given = count, dims, executors
+        return alias(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise refuse("create_graph=True", "norms of converted models on parts have no second derivative here")
         x, mean, rstd = ctx.saved_tensors
-        count, dims, groups = ctx.given
+        count, dims, executors = ctx.given
         grad = grads[0].to(mean.dtype)
         normed = (x - mean).mul_(rstd)
         sums = torch.stack([grad.sum(dims, keepdim=True), (grad * normed).sum(dims, keepdim=True)])
-        shift, scale = all_sum(sums, groups).div_(count).unbind(0)
+        shift, scale = all_sum(sums, executors).div_(count).unbind(0)
         return (grad - normed.mul_(scale).add_(shift)).to(x.dtype), None, None, None, None, None
 
 
 def _lean(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: tuple[int, ...], eps: float, groups: tuple[Any, ...],
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: tuple[int, ...], eps: float, executors: Executors,
     found: tuple[Tensor, Tensor, int],
 ) -> Tensor:  # fmt: skip
     """x: (N, C, ...), or (N, G, C / G, ...) with a mean for each sample and group; weight, bias: (C,)."""
     mean, var, count = found
-    dtype = _precise(x)
+    dtype = precise(x.dtype)
     mean, var = mean.to(dtype), var.to(dtype)
-    given = _Corrected.apply(x, mean, (var + eps).rsqrt(), count, dims, groups) if x.requires_grad else x
-    weight, bias = (None if t is None else shared(t, groups) for t in (weight, bias))
+    given = _Corrected.apply(x, mean, (var + eps).rsqrt(), count, dims, executors) if x.requires_grad else x
+    weight, bias = (None if t is None else shared(t, executors) for t in (weight, bias))
     if 0 in dims:
         return lean_functional.batch_norm(given, mean.flatten(), var.flatten(), weight, bias, False, 0.0, eps)
     # Every sample's channels as channels of one sample.
@@ -165,15 +164,15 @@ def _lean(
 
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], dims: tuple[int, ...], eps: float,
-    groups: tuple[Any, ...], found: tuple[Tensor, Tensor, int] | None = None,
+    executors: Executors, found: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """shape: of the parameters, for broadcasting against x."""
-    found = found or moments(x, dims, groups)
+    found = found or moments(x, dims, executors)
     mean, var, count = found
     if in_lean() and torch.is_grad_enabled() and (0 in dims or (shape and (x.size(0) == 1 or x.is_contiguous()))):
-        return _lean(x, weight, bias, dims, eps, groups, found)
+        return _lean(x, weight, bias, dims, eps, executors, found)
     weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
-    return _Normalized.apply(x, weight, bias, mean, var, count, dims, eps, groups)
+    return _Normalized.apply(x, weight, bias, mean, var, count, dims, eps, executors)
 
 
 def _check(function: str, x: Any) -> None:
@@ -182,20 +181,20 @@ def _check(function: str, x: Any) -> None:
 
 
 @torch.no_grad()
-def _move(running: Tensor | None, to: Tensor, momentum: float) -> None:
-    if running is not None:
+def _update(running: Tensor | None, to: Tensor, momentum: float, executors: Executors) -> None:
+    if running is not None and all(executor.updates_buffers for executor in executors):
         running.mul_(1 - momentum).add_(to.to(running.dtype).view_as(running), alpha=momentum)
 
 
-_wider: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "group over which batch norms take statistics", default=None
+_wider: contextvars.ContextVar[Executor | None] = contextvars.ContextVar(
+    "executor over whose parts batch norms take statistics", default=None
 )
 
 
 @contextlib.contextmanager
-def statistics_over(group: Any) -> Iterator[None]:
-    """Batch norms inside take the statistics of all images of a group, which has the image's ranks in it."""
-    token = _wider.set(group)
+def statistics_over(executor: Executor) -> Iterator[None]:
+    """Batch norms inside take the statistics of all parts of an executor: those of the image, and of other images."""
+    token = _wider.set(executor)
     try:
         yield
     finally:
@@ -219,17 +218,17 @@ def _batch_norm(
         return SpatialTensor(y if bias is None else y + parameter(bias, x).view(shape), x.axes)
     dims = (0, *range(2, x.dim()))
     wider = _wider.get()
-    groups = groups_of(x.axes) if wider is None else (wider,)
-    mean, var, count = found = moments(local, dims, groups)
+    executors = executors_of(x.axes) if wider is None else (wider,)
+    mean, var, count = found = moments(local, dims, executors)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-    _move(running_mean, mean, momentum)
-    _move(running_var, var * (count / (count - 1)), momentum)
+    _update(running_mean, mean, momentum, executors)
+    _update(running_var, var * (count / (count - 1)), momentum, executors)
     shape = [1, -1] + [1] * (x.dim() - 2)
     if wider is None:
-        return SpatialTensor(_normalize(local, weight, bias, shape, dims, eps, groups, found), x.axes)
-    # The parameters' gradients are those of this image, not of the group's.
-    y = _normalize(local, None, None, shape, dims, eps, groups, found)
+        return SpatialTensor(_normalize(local, weight, bias, shape, dims, eps, executors, found), x.axes)
+    # The parameters' gradients are those of this image alone.
+    y = _normalize(local, None, None, shape, dims, eps, executors, found)
     y = y if weight is None else y * parameter(weight, x).view(shape).to(y.dtype)
     return SpatialTensor(y if bias is None else y + parameter(bias, x).view(shape).to(y.dtype), x.axes)
 
@@ -264,7 +263,7 @@ def group_norm(
     grouped = local.unflatten(1, (num_groups, -1))
     spatial = input.dim() - 2
     shape = [1, num_groups, -1, *[1] * spatial]
-    y = _normalize(grouped, weight, bias, shape, tuple(range(2, 3 + spatial)), eps, groups_of(input.axes))
+    y = _normalize(grouped, weight, bias, shape, tuple(range(2, 3 + spatial)), eps, executors_of(input.axes))
     return SpatialTensor(y.flatten(1, 2), input.axes)
 
 
@@ -283,17 +282,17 @@ def instance_norm(
     _check("instance_norm", input)
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    dims, groups = tuple(range(2, input.dim())), groups_of(input.axes)
-    mean, var, count = moments(input._local, dims, groups)
+    dims, executors = tuple(range(2, input.dim())), executors_of(input.axes)
+    mean, var, count = moments(input._local, dims, executors)
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.shape}")
-    _move(running_mean, mean.mean(0), momentum)
-    _move(running_var, var.mean(0) * (count / (count - 1)), momentum)
+    _update(running_mean, mean.mean(0), momentum, executors)
+    _update(running_var, var.mean(0) * (count / (count - 1)), momentum, executors)
     # As groups of one channel.
     grouped = input._local.unsqueeze(2)
     found = mean.unsqueeze(2), var.unsqueeze(2), count
     shape = [1, -1] + [1] * (input.dim() - 1)
-    y = _normalize(grouped, weight, bias, shape, tuple(range(2, input.dim() + 1)), eps, groups, found)
+    y = _normalize(grouped, weight, bias, shape, tuple(range(2, input.dim() + 1)), eps, executors, found)
     return SpatialTensor(y.squeeze(2), input.axes)
 
 
@@ -318,7 +317,7 @@ def layer_norm(
     if any(d < first for d in input.axes):
         raise refuse("layer_norm", "one of its cut dimensions is normalized over, and another one is not")
     dims = tuple(range(first, input.dim()))
-    y = SpatialTensor(_normalize(input._local, None, None, (), dims, eps, groups_of(input.axes)), input.axes)
+    y = SpatialTensor(_normalize(input._local, None, None, (), dims, eps, executors_of(input.axes)), input.axes)
     if weight is not None:
         (local, w), axes = aligned("layer_norm", (y, weight))
         y = SpatialTensor(local * w.to(local.dtype), axes)

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import lean_resize
-from .cuts import Window, scaled_cuts
-from .tensor import Axes, SpatialTensor, refuse, rule
-from .windows import check_image, pair, reading
+from .axis import Axes
+from .reductions import first_maximum, mean_of
+from .rules import refuse, rule
+from .tensor import SpatialTensor
+from .windows import Window, check_image, pair, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -27,7 +29,7 @@ def _pooled_size(size: int, kernel: int, stride: int, padding: int, reach: int, 
 def _read_for_pool(
     function: str, x: SpatialTensor, windows: list[Window], ceil_mode: bool, fill: float
 ) -> tuple[Tensor, Axes, list[int]]:
-    """What the windows of this rank read, the new axes, and the padding of dimensions that are not cut."""
+    """What the windows of this part read, the new axes, and the padding of dimensions that are not cut."""
     local, first = check_image(function, x)
     axes: Axes = {}
     padding = [window.before for window in windows]
@@ -39,8 +41,8 @@ def _read_for_pool(
         size = _pooled_size(axis.size, window.kernel, window.stride, window.before, window.reach, ceil_mode)
         if size < 1:
             raise RuntimeError(f"{function}: expected {axis.name} to be at least the window's, got {axis.size}")
-        axes[d] = axis.cut_at(window.small_cuts(function, axis, size))
-        local = reading(local, d, axis, [window.reads(part) for part in axes[d].parts()], fill=fill)
+        axes[d] = window.small_axis(function, axis, size)
+        local = reading(local, d, axis, [window.reads(part) for part in axes[d].ranges()], fill=fill)
         padding[i] = 0
     return local, axes, padding
 
@@ -76,7 +78,7 @@ def avg_pool2d(
         d = input.dim() - 2 + i
         size = input.size(d)
         pooled = _pooled_size(size, window.kernel, window.stride, window.before, window.kernel, ceil_mode)
-        low, high = axes[d].own if d in axes else (0, pooled)
+        low, high = axes[d].range if d in axes else (0, pooled)
         begins = [p * window.stride - window.before for p in range(low, high)]
         limit = size + window.before if count_include_pad else size
         floor = -window.before if count_include_pad else 0
@@ -104,12 +106,12 @@ def _adaptive(
         if d not in x.axes:
             continue
         axis = x.axes[d]
-        axes[d] = axis.cut_at(scaled_cuts(function, axis, size))
-        reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].parts()]
+        axes[d] = scaled_axis(function, axis, size)
+        reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].ranges()]
         local = reading(local, d, axis, reads, fresh=False)
         begin = reads[axis.index][0]
         rows = []
-        for p in range(*axes[d].own):
+        for p in range(*axes[d].range):
             a, b = p * axis.size // size, -(-(p + 1) * axis.size // size)
             rows.append(reduce(local.narrow(d, a - begin, b - a), d))
         local = torch.cat(rows, d)
@@ -127,8 +129,6 @@ def _ones(x: Any, output_size: Any) -> bool:
 def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
     check_image("adaptive_avg_pool2d", input)
     if output_size is not None and _ones(input, output_size):
-        from .reductions import mean_of
-
         y = mean_of(input, dim=tuple(input.axes), keepdim=True)
         entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
         return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, (entries[0], entries[1]))
@@ -142,8 +142,6 @@ def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = Fal
     if return_indices:
         raise refuse("adaptive_max_pool2d", "return_indices=True")
     if output_size is not None and _ones(input, output_size):
-        from .reductions import first_maximum
-
         y = first_maximum(input)
         entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
         return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, entries)

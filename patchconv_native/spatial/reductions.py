@@ -1,4 +1,4 @@
-"""Rules for reductions and losses. What is reduced over a cut dimension is the same on every rank of its group then."""
+"""Rules for reductions and losses. What is reduced over a cut dimension is then the same for every part along it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .exchange import all_parts, all_sum, summed
-from .moving import recut
-from .tensor import Axes, SpatialTensor, aligned, groups_of, local_of, parameter, refuse, rule, rules, wrap
+from .axis import Axes, Executors, executors_of
+from .operands import aligned, local_of, parameter, recut, wrap
+from .parts import all_parts, all_sum, part_of, precise, summed
+from .rules import refuse, rule, rules
+from .tensor import SpatialTensor
 
 
 def dims_of(x: Tensor, dim: Any) -> list[int]:
@@ -27,8 +29,9 @@ def left_of(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
     return {d if keepdim else d - sum(r < d for r in dims): axis for d, axis in x.axes.items() if d not in dims}
 
 
-def _groups(x: SpatialTensor, dims: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(axis.group for d, axis in x.axes.items() if d in dims)
+def _executors(x: SpatialTensor, dims: Sequence[int]) -> Executors:
+    """Of those of the dimensions that are cut."""
+    return tuple(axis.executor for d, axis in x.axes.items() if d in dims)
 
 
 @rule(torch.sum, Tensor.sum)
@@ -36,12 +39,12 @@ def total_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    groups = _groups(x, dims)
-    if not groups:
+    executors = _executors(x, dims)
+    if not executors:
         return wrap(x._local.sum(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
-    half = x.dtype in (torch.half, torch.bfloat16) and dtype is None
-    local = x._local.sum(dims, keepdim, dtype=torch.float32 if half else dtype)
-    total = summed(local, groups)
+    half = precise(x.dtype) != x.dtype and dtype is None
+    local = x._local.sum(dims, keepdim, dtype=precise(x.dtype) if half else dtype)
+    total = summed(local, executors)
     return wrap(total.to(x.dtype) if half else total, left_of(x, dims, keepdim))
 
 
@@ -50,33 +53,32 @@ def mean_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    groups = _groups(x, dims)
-    if not groups or not (dtype or x.dtype).is_floating_point:  # or torch's error
+    executors = _executors(x, dims)
+    if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
-    precise = torch.float32 if (dtype or x.dtype) in (torch.half, torch.bfloat16) else dtype
-    local = x._local.sum(dims, keepdim, dtype=precise) / count
-    return wrap(summed(local, groups).to(dtype or x.dtype), left_of(x, dims, keepdim))
+    local = x._local.sum(dims, keepdim, dtype=precise(dtype or x.dtype)) / count
+    return wrap(summed(local, executors).to(dtype or x.dtype), left_of(x, dims, keepdim))
 
 
 def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor:
     """The gradient goes evenly to all places that have the value, as torch's amax has it."""
     dims = dims_of(x, dim)
-    groups = _groups(x, dims)
+    executors = _executors(x, dims)
     reduce = torch.amax if largest else torch.amin
-    if not groups:
+    if not executors:
         return wrap(reduce(x._local, dims, keepdim), left_of(x, dims, keepdim))
     with torch.no_grad():
-        most = reduce(all_parts(reduce(x._local, dims, True), groups), 0)
-    found = _Extreme.apply(x._local, most, dims, groups) if x._local.requires_grad else most
+        most = reduce(all_parts(reduce(x._local, dims, True), executors), 0)
+    found = _Extreme.apply(x._local, most, dims, executors) if x._local.requires_grad else most
     return wrap(found if keepdim else found.squeeze(dims), left_of(x, dims, keepdim))
 
 
 class _Extreme(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], groups: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], executors: Executors) -> Tensor:
         there = (x == most) | (x.isnan() & most.isnan())
-        number = all_sum(there.sum(dims, keepdim=True), groups)
+        number = all_sum(there.sum(dims, keepdim=True), executors)
         ctx.save_for_backward(there, number)
         return most.clone()
 
@@ -138,9 +140,9 @@ rules(_with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, 
 @rule(torch.any, Tensor.any)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
-    groups = _groups(x, dims)
+    executors = _executors(x, dims)
     found = (x._local != 0).sum(dims, keepdim)
-    return wrap((all_sum(found, groups) if groups else found) > 0, left_of(x, dims, keepdim))
+    return wrap((all_sum(found, executors) if executors else found) > 0, left_of(x, dims, keepdim))
 
 
 @rule(torch.all, Tensor.all)
@@ -187,13 +189,13 @@ def first_maximum(x: SpatialTensor) -> Tensor:
         row, column = place // width + x.offset[-2], place % width + x.offset[-1]
         order = -(row * x.size(-1) + column).double()
         key = torch.where(value.isnan(), torch.full_like(value, math.inf), value).double()
-        keys, orders = all_parts(torch.stack([key, order]), groups_of(x.axes)).unbind(1)
-        nans = all_parts(value.isnan().double(), groups_of(x.axes))
+        keys, orders = all_parts(torch.stack([key, order]), executors_of(x.axes)).unbind(1)
+        nans = all_parts(value.isnan().double(), executors_of(x.axes))
         nan_anywhere = nans.amax(0) > 0
         candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
         best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
         mine = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
-    return summed(torch.where(mine, value, torch.zeros_like(value)), groups_of(x.axes))
+    return summed(torch.where(mine, value, torch.zeros_like(value)), executors_of(x.axes))
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:
@@ -268,19 +270,18 @@ def cross_entropy(
     if isinstance(target, SpatialTensor):
         target = recut(target, {d: axis.cuts for d, axis in axes.items()})._local
     else:
-        for d, axis in axes.items():
-            target = target.narrow(d, axis.own[0], axis.length)
+        target = part_of(target, axes)
     scale = parameter(weight, input)
     given: dict[str, Any] = {"weight": scale, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         each = F.cross_entropy(input._local, target, reduction="none", **given)
         return SpatialTensor(each, {d - 1: axis for d, axis in input.axes.items()})
-    groups = groups_of(input.axes)
-    total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), groups)
+    executors = executors_of(input.axes)
+    total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), executors)
     if reduction == "sum":
         return total
     if not by_class:
         return total / (input.numel() // input.size(1))
     counted = target != ignore_index
     number = (counted if weight is None else weight[target.masked_fill(~counted, 0)] * counted).sum()
-    return total / summed(number.to(total.dtype), groups)
+    return total / summed(number.to(total.dtype), executors)
