@@ -74,6 +74,7 @@ def _taps(
     if mode.startswith("nearest"):
         # Torch's own choice for this dimension alone, by its own code: places, resized. (Where the exact place is a
         # whole number its kernels can differ from each other by one.)
+        device = "cpu" if device.type == "meta" else device
         places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, 1)
         given: Any = {"size": (out, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
         found = F.interpolate(places, **given, mode=mode).flatten()[outputs[0] : outputs[1]]
@@ -141,7 +142,7 @@ def interpolate(
         axes[d] = scaled_axis("interpolate", axis, out)
         given = mode, axis.size, out, scale, bool(align_corners)
         found = [_taps(*given, part, precise(local.dtype), local.device) for part in axes[d].ranges()]
-        reads = [(int(taps.min()), int(taps.max()) + 1) for taps, _ in found]
+        reads = [(int(taps.min()), int(taps.max()) + 1) if taps.numel() else (0, 0) for taps, _ in found]
         local = reading(local, d, axis, reads, fresh=False)
         taps, weights = found[axis.index]
         local = _resampled(local, d, taps - reads[axis.index][0], weights)
