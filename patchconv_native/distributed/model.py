@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..spatial import Axes, Axis, SpatialTensor
 from ..spatial.norms import statistics_over
-from ..spatial.parts import scatter_part
+from ..spatial.operands import scattered
 from .moving import gather, plan_axes, scatter
 from .ranks import Ranks, group_of, same_everywhere
 
@@ -47,7 +47,7 @@ class _Gathered:
 
         def part(value: Tensor) -> Tensor:
             fits = all(d < value.dim() and value.size(d) == axis.size for d, axis in axes.items())
-            return SpatialTensor(scatter_part(value, axes), axes) if fits else value
+            return scattered(value, axes) if fits else value
 
         return tree_map_only(Tensor, part, result)
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..spatial import Axis, Range, SpatialTensor
-from ..spatial.parts import fetch, gather_parts, recut, scatter_part
+from ..spatial.operands import scattered
+from ..spatial.parts import fetch, gather_parts, recut
 from ..spatial.windows import inside
 from .ranks import Ranks, even, group_of, same_everywhere
 
@@ -57,8 +58,7 @@ def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> Sp
             f"scatter: expected the same image on every rank, got {tuple(image.shape)} here and other sizes or values "
             "on another rank"
         )
-    axes = plan_axes("scatter", mesh, dims, image.shape[-2:], image.dim() - 2)
-    return SpatialTensor(scatter_part(image, axes), axes)
+    return scattered(image, plan_axes("scatter", mesh, dims, image.shape[-2:], image.dim() - 2))
 
 
 def _sample(image: Tensor) -> Tensor:

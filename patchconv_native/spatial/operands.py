@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import parts
 from .axis import Axes, executors_of
-from .parts import part_of, shared
+from .parts import part_of, scatter_part, shared
 from .rules import refuse
 from .tensor import SpatialTensor
 
@@ -25,6 +25,11 @@ def parameter(value: Any, like: SpatialTensor) -> Any:
 
 def wrap(local: Tensor, axes: Axes) -> Tensor:
     return SpatialTensor(local, axes) if axes else local
+
+
+def scattered(whole: Tensor, axes: Axes) -> SpatialTensor:
+    """This part, as a copy, of a tensor that is the same for every part."""
+    return SpatialTensor(scatter_part(whole, axes), axes)
 
 
 def recut(x: SpatialTensor, cuts: dict[int, tuple[int, ...]]) -> SpatialTensor:

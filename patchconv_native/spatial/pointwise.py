@@ -1,4 +1,4 @@
-"""Rules for what does not mix places: attributes, arithmetic, activations, dropout, casts."""
+"""Rules for what is computed at each place alone: attributes, arithmetic, activations, dropout, casts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .tensor import SpatialTensor
 _nn: Any = torch._C._nn
 
 
-def fitting(function: Any) -> Any:
-    """The function itself, or in a `lean()` block (a converted layer's among them) the one that keeps less."""
+def _fitting(function: Any) -> Any:
+    """The function itself, or within `lean()`, as converted layers call it, the one that saves less for backward."""
     return _Redirect.table.get(function, function) if in_lean() else function
 
 
@@ -32,7 +32,7 @@ def _both(names: str) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attributes. Sizes are the whole's, and the wrapper has them itself; the graph is the local tensor's.
+# Attributes. Those of the shape are the wrapper's own, which has the whole's; those of autograd are the local tensor's.
 
 
 def _on_wrapper(function: Any) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def _hash(x: SpatialTensor) -> int:
 
 @rule(Tensor.backward)
 def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    """With a gradient that is given, whole or in parts. Every part's call must do this, since halos' gradients move."""
+    """With a gradient, whole or in parts. Every part must make this call: gradients of halos go to other parts."""
     if gradient is None:
         raise refuse("Tensor.backward", "it needs a gradient, or a number: sum or average it")
     values, _ = aligned("Tensor.backward", (x, gradient))
@@ -111,7 +111,7 @@ def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions of one image, with numbers besides. In place on the local tensor where the name says so.
+# Functions of one image, and of numbers. Those whose name ends in _ write into the local tensor.
 
 _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
@@ -139,7 +139,7 @@ def _unary(function: Any) -> Callable[..., Any]:
     def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, SpatialTensor) or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
             raise refuse(name_of(function), "it takes one SpatialTensor, and numbers besides")
-        local = fitting(function)(x._local, *args, **kwargs)
+        local = _fitting(function)(x._local, *args, **kwargs)
         return x if in_place_name or local is x._local else wrap(local, x.axes)
 
     return serve
@@ -187,7 +187,7 @@ def _elementwise(function: Any, in_place: bool = False) -> Callable[..., Any]:
         if in_place and not isinstance(args[0], SpatialTensor):
             raise refuse(name_of(function), "it would write a part into a plain tensor")
         given = locals_[: len(args)]
-        local = fitting(function)(*given, **dict(zip(names, locals_[len(args) :], strict=True)))
+        local = _fitting(function)(*given, **dict(zip(names, locals_[len(args) :], strict=True)))
         if in_place:
             return args[0]
         return wrap(local, axes)

@@ -93,13 +93,19 @@ def avg_pool2d(
     return SpatialTensor(y, axes)
 
 
+def _sizes(x: Tensor, output_size: Any) -> tuple[int, int]:
+    """None in the argument stands for the input's size."""
+    entries = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size] * 2
+    rows, columns = (size if n is None else n for n, size in zip(entries, x.shape[-2:], strict=True))
+    return rows, columns
+
+
 def _adaptive(
     function: str, x: Any, output_size: Any, reduce: Callable[[Tensor, int], Tensor], rest: Callable[..., Tensor]
 ) -> Tensor:
-    """Bins of several outputs along a cut dimension: a row of outputs at a time."""
+    """Along a cut dimension, one coordinate of the output at a time by `reduce`; then the others by `rest`."""
     local, first = check_image(function, x)
-    wanted = [output_size] * 2 if isinstance(output_size, int) or output_size is None else list(output_size)
-    sizes = [x.size(first + i) if n is None else n for i, n in enumerate(wanted)]
+    sizes = list(_sizes(x, output_size))
     axes: Axes = {}
     for i, size in enumerate(sizes):
         d = first + i
@@ -119,19 +125,17 @@ def _adaptive(
     return SpatialTensor(rest(local, sizes), axes)
 
 
-def _ones(x: Any, output_size: Any) -> bool:
-    """Whether every cut dimension goes to one output: a global pool."""
-    entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-    return all(entries[d - x.dim() + 2] == 1 for d in x.axes)
+def _is_global(x: Any, output_size: Any) -> bool:
+    """Whether every cut dimension of the output has size 1, as of a global pool."""
+    return all(_sizes(x, output_size)[d - x.dim() + 2] == 1 for d in x.axes)
 
 
 @rule(F.adaptive_avg_pool2d, _nn.adaptive_avg_pool2d)
 def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
     check_image("adaptive_avg_pool2d", input)
-    if output_size is not None and _ones(input, output_size):
+    if _is_global(input, output_size):
         y = mean_of(input, dim=tuple(input.axes), keepdim=True)
-        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, (entries[0], entries[1]))
+        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, _sizes(input, output_size))
     return _adaptive("adaptive_avg_pool2d", input, output_size, lambda x, d: x.mean(d, keepdim=True),
                      lean_resize.adaptive_avg_pool2d)  # fmt: skip
 
@@ -141,10 +145,9 @@ def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = Fal
     _, first = check_image("adaptive_max_pool2d", input)
     if return_indices:
         raise refuse("adaptive_max_pool2d", "return_indices=True")
-    if output_size is not None and _ones(input, output_size):
+    if _is_global(input, output_size):
         y = first_maximum(input)
-        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, entries)
+        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, _sizes(input, output_size))
 
     def highest(x: Tensor, d: int) -> Tensor:
         return F.adaptive_max_pool2d(x, [1 if first + i == d else x.size(first + i) for i in range(2)])

@@ -30,7 +30,7 @@ def left_of(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
 
 
 def _executors(x: SpatialTensor, dims: Sequence[int]) -> Executors:
-    """Of those of the dimensions that are cut."""
+    """Of the cut dimensions among these."""
     return tuple(axis.executor for d, axis in x.axes.items() if d in dims)
 
 
@@ -179,8 +179,8 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
 
 
 def first_maximum(x: SpatialTensor) -> Tensor:
-    """Over all cut dimensions, kept at 1; the gradient goes to the first place in the image that has it, as a max
-    pool's does, and NaN counts as the largest.
+    """The maximum over all cut dimensions, which are kept with size 1, as of a max pool: the gradient goes to the first
+    place in the image that has it, and NaN counts as the largest.
     """
     sizes = [1 if x.dim() - 2 + i in x.axes else x.size(x.dim() - 2 + i) for i in range(2)]
     value, place = F.adaptive_max_pool2d(x._local, sizes, return_indices=True)
@@ -223,7 +223,7 @@ def _glu(input: Any, dim: int = -1) -> Tensor:
 
 
 def _refuse_lost_weight() -> None:
-    """F.l1_loss (torch 2.14) does not hand on its `weight`; what was given is still in its frame."""
+    """F.l1_loss (torch 2.14) drops its `weight` when it hands the call on. It is looked up in the caller's frame."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back

@@ -72,8 +72,8 @@ def _taps(
     """Of a range of outputs: (taps, n) coordinates that are read, and their weights, in float64."""
     at = torch.arange(*outputs, dtype=torch.float64)
     if mode.startswith("nearest"):
-        # Torch's own choice for this dimension alone, by its own code: places, resized. (Where the exact place is a
-        # whole number its kernels can differ from each other by one.)
+        # The coordinates that torch takes: its own function, on the coordinates themselves. (Where the exact place is a
+        # whole number, its kernels can differ from each other by one.) Where x has a shape alone, the CPU's.
         device = "cpu" if device.type == "meta" else device
         places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, 1)
         given: Any = {"size": (out, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
@@ -125,7 +125,7 @@ def interpolate(
         return adaptive_avg_pool2d(input, sizes)
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate: expected an output of at least 1, got {sizes}")
-    # Dimensions that are not cut first, by torch: along the others nothing changes then.
+    # First the dimension that is not cut, by torch's function, which leaves the other one as it is.
     align: dict[str, Any] = {} if mode.startswith("nearest") else {"align_corners": align_corners}
     if len(input.axes) < 2:
         cut = next(iter(input.axes)) - first

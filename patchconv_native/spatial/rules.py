@@ -43,5 +43,7 @@ class NotServed(NotImplementedError):
         return f"{super().__str__()}. {self.advice}" if self.advice else super().__str__()
 
 
-def refuse(function: str, why: str) -> NotServed:
-    return NotServed(f"{function}: not served on a SpatialTensor: {why}")
+def refuse(function: str, why: str, advice: str = "") -> NotServed:
+    error = NotServed(f"{function}: not served on a SpatialTensor: {why}")
+    error.advice = advice
+    return error

@@ -22,7 +22,7 @@ from .windows import Window, reading
 
 
 def _same_cuts(function: str, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Axes]:
-    """Local tensors, all cut as the first SpatialTensor is; `dim` is joined over."""
+    """Local tensors that are all cut as the first SpatialTensor, to be joined along `dim`; and its axes."""
     like = next(t for t in tensors if isinstance(t, SpatialTensor))
     if dim in like.axes:
         raise refuse(function, "the dimension that it joins is cut")
@@ -87,12 +87,12 @@ def _slice(x: SpatialTensor, dim: int, start: int, stop: int) -> Any:
         return wrap(x._local.narrow(dim, start, stop - start), x.axes)
     pads = [0, 0] * (x.dim() - 1 - dim) + [-start, stop - x.size(dim)]
     cropped: Any = pad(x, pads)
-    # Not a view for one part and a copy for another.
+    # A copy for every part, since it is one for those that fetch something.
     return wrap(cropped._local.clone(), cropped.axes)
 
 
 def _stepped(x: SpatialTensor, dim: int, start: int, stop: int, step: int) -> Tensor:
-    """Every step-th coordinate: a window of one that moves on by `step`."""
+    """Every step-th coordinate: a window of 1 with that stride."""
     axis, window = x.axes[dim], Window(1, step, 1, -start)
     size = len(range(start, stop, step))
     if size < 1:
