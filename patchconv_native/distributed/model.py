@@ -17,7 +17,7 @@ from ..spatial.operands import scattered
 from .moving import gather, plan_axes, scatter
 from .ranks import Ranks, group_of, same_everywhere
 
-# Modules that mix all places by matrix products. They get the whole image, and every rank computes all of it.
+# Modules that mix all places by matrix products. Every rank gets the whole image for them, and computes all of it.
 _ATTENTION: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _ATTENTION_NAMES = frozenset(("Attention", "AttentionBlock", "AttnBlock"))
 
@@ -123,7 +123,7 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
     names = _chosen(model, [gather] if isinstance(gather, (str, type)) else gather)
     axes = list(plan_axes("spatial", mesh, dims, (2**40, 2**40), 2).values())
     for tensor in (*model.parameters(), *model.buffers()):
-        if not hasattr(tensor, "placements"):  # a DTensor's are somebody else's
+        if not hasattr(tensor, "placements"):  # a DTensor has its own way to be the same
             for axis in axes:
                 dist.broadcast(tensor.detach(), group=group_of(axis), group_src=0)
     for name in names:

@@ -62,7 +62,7 @@ def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> Sp
 
 
 def _sample(image: Tensor) -> Tensor:
-    """Its shape, and values at up to 32 x 32 places."""
+    """The shape of an image, and its values at up to 32 x 32 places."""
     rows, columns = (max(1, n // 16) for n in image.shape[-2:])
     values = image.detach()[..., ::rows, ::columns].double().cpu()
     return torch.cat([torch.tensor(image.shape, dtype=torch.float64), values.flatten()])
@@ -100,14 +100,16 @@ def halo_exchange(x: SpatialTensor, halo: int | tuple[int, ...]) -> Tensor:
 
 
 def _dtensor_cuts(axis: Axis) -> tuple[int, ...]:
-    """DTensor's: pieces of the same size, the last ones smaller or empty."""
+    """Where DTensor cuts: pieces of the same size, of which the last ones are smaller or empty."""
     piece = -(-axis.size // axis.count)
     return tuple(min(rank * piece, axis.size) for rank in range(axis.count + 1))
 
 
 def to_dtensor(x: SpatialTensor, mesh: Any) -> Any:
-    """As a DTensor on `mesh`, the one that it was scattered over; its Shard cuts elsewhere where sizes are uneven, and
-    rows move between ranks then. Differentiable.
+    """As a DTensor on `mesh`, the one that it was scattered over. Differentiable.
+
+    DTensor cuts sizes that do not divide at other places: rows or columns move between ranks then. ValueError for
+    another mesh.
     """
     from torch.distributed.tensor import DTensor, Shard
 

@@ -74,7 +74,7 @@ def same_everywhere(values: Tensor, axes: Iterable[Axis]) -> bool:
     """Whether all ranks of the axes' groups have the same bytes. All of them get the same answer."""
     number, differ = zlib.crc32(bytes(values.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())), 0
     groups = [group_of(axis) for axis in axes]
-    for group in [*groups, *groups]:  # twice: what one row of a mesh found, the others are told then
+    for group in [*groups, *groups]:  # twice, so that every rank of a mesh hears of a difference in any of its rows
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         found = torch.tensor([number, -number, differ], dtype=torch.int64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)

@@ -49,14 +49,16 @@ def conv2d(
     kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
     pads = _pads_of(padding, kernel, dilations)
     axes: Axes = {}
-    left = [pads[0][0], pads[0][1], pads[1][0], pads[1][1]]
+    op_padding = [*pads[0], *pads[1]]  # what the operator itself adds: none along cut dimensions
     weight, bias = parameter(weight, input), parameter(bias, input)
 
     def conv(x: Tensor, recorded: bool = True) -> Tensor:
         w, b = weight, bias
         if not recorded:
             w, b = weight.detach(), None if bias is None else bias.detach()
-        return functional.conv2d(x, w, b, strides, left, dilations, groups, padding_mode=padding_mode, splits=splits)
+        return functional.conv2d(
+            x, w, b, strides, op_padding, dilations, groups, padding_mode=padding_mode, splits=splits
+        )
 
     for d in sorted(input.axes, reverse=True):
         axis, i = input.axes[d], d - first
@@ -68,7 +70,7 @@ def conv2d(
                 f"got {axis.size + sum(pads[i])}"
             )
         axes[d] = window.small_axis("conv2d", axis, size)
-        left[2 * i : 2 * i + 2] = 0, 0
+        op_padding[2 * i : 2 * i + 2] = 0, 0
         reads = [window.reads(part) for part in axes[d].ranges()]
         if d > min(input.axes) or padding_mode != "zeros":
             local = reading(local, d, axis, reads, padding_mode)
@@ -80,7 +82,7 @@ def conv2d(
             return SpatialTensor(y, axes)
         local = coming.finish()
         if y is not None:
-            y = _C.conv_given(2, local, weight, bias, strides, left, dilations, groups, padding_mode, y)
+            y = _C.conv_given(2, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
             return SpatialTensor(y, axes)
     return SpatialTensor(conv(local), axes)
 
@@ -129,13 +131,13 @@ def conv_transpose2d(
     kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
     pads, more = pair(padding), pair(output_padding)
     axes: Axes = {}
-    left, extra, crops = [], [], []
+    op_padding, extra, crops = [], [], []
     for i in range(2):
         d = first + i
         window = Window(kernel[i], strides[i], dilations[i], pads[i])
         size = (input.size(d) - 1) * strides[i] - 2 * pads[i] + window.reach + more[i]
         if d not in input.axes:
-            left.append(pads[i])
+            op_padding.append(pads[i])
             extra.append(more[i])
             continue
         axis = input.axes[d]
@@ -153,11 +155,11 @@ def conv_transpose2d(
         low, high = axes[d].range
         begin = a * strides[i] - pads[i]  # of what these inputs give without padding
         end = begin + (b - a - 1) * strides[i] + window.reach
-        left.append(0)
+        op_padding.append(0)
         extra.append(0)
         crops.append((d, low - begin, end - high, high - low))
     weight, bias = parameter(weight, input), parameter(bias, input)
-    y = functional.conv_transpose2d(local, weight, bias, strides, left, extra, groups, dilations, splits=splits)
+    y = functional.conv_transpose2d(local, weight, bias, strides, op_padding, extra, groups, dilations, splits=splits)
     for d, before, after, length in crops:
         if before < 0 or after < 0:  # reached by no input: the bias alone
             y = _with_bias_rows(y, bias, d, max(-before, 0), max(-after, 0))

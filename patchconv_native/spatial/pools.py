@@ -58,8 +58,8 @@ def max_pool2d(
     if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
         raise RuntimeError(f"max_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
     windows = [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
-    local, axes, left = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
-    return SpatialTensor(lean_resize.max_pool2d(local, kernel, strides, left, dilations, ceil_mode), axes)
+    local, axes, op_padding = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
+    return SpatialTensor(lean_resize.max_pool2d(local, kernel, strides, op_padding, dilations, ceil_mode), axes)
 
 
 @rule(_nn.avg_pool2d, F.avg_pool2d)
@@ -72,7 +72,7 @@ def avg_pool2d(
     if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
         raise RuntimeError(f"avg_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
     windows = [Window(k, s, 1, p) for k, s, p in zip(kernel, strides, pads, strict=True)]
-    local, axes, left = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
+    local, axes, op_padding = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
     counts = []
     for i, window in enumerate(windows):
         d = input.dim() - 2 + i
@@ -86,7 +86,7 @@ def avg_pool2d(
     one = divisor_override
     if one is None and all(len(set(count)) == 1 for count in counts):
         one = counts[0][0] * counts[1][0]
-    y = lean_resize.avg_pool2d(local, kernel, strides, left, ceil_mode, True, one or 1)
+    y = lean_resize.avg_pool2d(local, kernel, strides, op_padding, ceil_mode, True, one or 1)
     if one is None:
         rows, columns = (torch.tensor(count, dtype=torch.float64) for count in counts)
         y = y * (1 / (rows[:, None] * columns)).to(y)

@@ -20,12 +20,14 @@ from .tensor import SpatialTensor
 
 
 def dims_of(x: Tensor, dim: Any) -> list[int]:
+    """An argument `dim` of torch as a list; None stands for all dimensions."""
     if dim is None or dim == () or dim == []:
         return list(range(x.dim()))
     return sorted({d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)})
 
 
-def left_of(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
+def remaining_axes(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
+    """Of what a reduction over these dimensions gives."""
     return {d if keepdim else d - sum(r < d for r in dims): axis for d, axis in x.axes.items() if d not in dims}
 
 
@@ -41,11 +43,11 @@ def total_of(
     dims = dims_of(x, dim if axis is None else axis)
     executors = _executors(x, dims)
     if not executors:
-        return wrap(x._local.sum(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
+        return wrap(x._local.sum(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     half = precise(x.dtype) != x.dtype and dtype is None
     local = x._local.sum(dims, keepdim, dtype=precise(x.dtype) if half else dtype)
     total = summed(local, executors)
-    return wrap(total.to(x.dtype) if half else total, left_of(x, dims, keepdim))
+    return wrap(total.to(x.dtype) if half else total, remaining_axes(x, dims, keepdim))
 
 
 @rule(torch.mean, Tensor.mean)
@@ -55,10 +57,10 @@ def mean_of(
     dims = dims_of(x, dim if axis is None else axis)
     executors = _executors(x, dims)
     if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
-        return wrap(x._local.mean(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
+        return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
     local = x._local.sum(dims, keepdim, dtype=precise(dtype or x.dtype)) / count
-    return wrap(summed(local, executors).to(dtype or x.dtype), left_of(x, dims, keepdim))
+    return wrap(summed(local, executors).to(dtype or x.dtype), remaining_axes(x, dims, keepdim))
 
 
 def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor:
@@ -67,11 +69,11 @@ def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor
     executors = _executors(x, dims)
     reduce = torch.amax if largest else torch.amin
     if not executors:
-        return wrap(reduce(x._local, dims, keepdim), left_of(x, dims, keepdim))
+        return wrap(reduce(x._local, dims, keepdim), remaining_axes(x, dims, keepdim))
     with torch.no_grad():
         most = reduce(all_parts(reduce(x._local, dims, True), executors), 0)
     found = _Extreme.apply(x._local, most, dims, executors) if x._local.requires_grad else most
-    return wrap(found if keepdim else found.squeeze(dims), left_of(x, dims, keepdim))
+    return wrap(found if keepdim else found.squeeze(dims), remaining_axes(x, dims, keepdim))
 
 
 class _Extreme(Function):
@@ -124,7 +126,7 @@ def _with_indices(function: Any) -> Callable[..., Any]:
         keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
         if not isinstance(x, SpatialTensor) or not isinstance(dim, int) or dim % x.dim() in x.axes:
             raise refuse(function.__name__, "the dimension that it goes over is cut")
-        axes = left_of(x, [dim % x.dim()], keepdim)
+        axes = remaining_axes(x, [dim % x.dim()], keepdim)
         found = function(x._local, *args, **kwargs)
         if isinstance(found, Tensor):
             return wrap(found, axes)
@@ -142,7 +144,7 @@ def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
     executors = _executors(x, dims)
     found = (x._local != 0).sum(dims, keepdim)
-    return wrap((all_sum(found, executors) if executors else found) > 0, left_of(x, dims, keepdim))
+    return wrap((all_sum(found, executors) if executors else found) > 0, remaining_axes(x, dims, keepdim))
 
 
 @rule(torch.all, Tensor.all)
@@ -194,8 +196,8 @@ def first_maximum(x: SpatialTensor) -> Tensor:
         nan_anywhere = nans.amax(0) > 0
         candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
         best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
-        mine = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
-    return summed(torch.where(mine, value, torch.zeros_like(value)), executors_of(x.axes))
+        first = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
+    return summed(torch.where(first, value, torch.zeros_like(value)), executors_of(x.axes))
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from .. import lean_functional
 from .axis import Axes, executors_of
 from .operands import aligned, recut, wrap
 from .parts import part_of, shared
-from .reductions import dims_of, left_of
+from .reductions import dims_of, remaining_axes
 from .resize import pad
 from .rules import refuse, rule, rules
 from .tensor import SpatialTensor
@@ -73,7 +73,7 @@ def _unbind(x: Any, dim: int = 0) -> Any:
     dim %= x.dim()
     if dim in x.axes:
         raise refuse("unbind", "the dimension that it takes apart is cut")
-    return tuple(wrap(part, left_of(x, [dim], False)) for part in x._local.unbind(dim))
+    return tuple(wrap(part, remaining_axes(x, [dim], False)) for part in x._local.unbind(dim))
 
 
 @rule(torch.narrow, Tensor.narrow)
@@ -107,7 +107,7 @@ def _select(x: Any, dim: int, index: int) -> Tensor:
     dim %= x.dim()
     if dim in x.axes:
         raise refuse("select", "its dimension is cut")
-    return wrap(x._local.select(dim, index), left_of(x, [dim], False))
+    return wrap(x._local.select(dim, index), remaining_axes(x, [dim], False))
 
 
 @rule(Tensor.__getitem__)
@@ -151,7 +151,7 @@ def _unsqueeze(x: Any, dim: int) -> Tensor:
 @rule(torch.squeeze, Tensor.squeeze)
 def _squeeze(x: Any, dim: Any = None) -> Tensor:
     dims = [d for d in dims_of(x, dim) if x.size(d) == 1 and d not in x.axes]
-    return wrap(x._local.squeeze(dims), left_of(x, dims, False))
+    return wrap(x._local.squeeze(dims), remaining_axes(x, dims, False))
 
 
 @rule(torch.permute, Tensor.permute)
