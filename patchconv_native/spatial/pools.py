@@ -26,6 +26,17 @@ def _pooled_size(size: int, kernel: int, stride: int, padding: int, reach: int, 
     return pooled
 
 
+def _windows(
+    function: str, kernel_size: Any, stride: Any, padding: Any, dilations: list[int]
+) -> tuple[list[int], list[int], list[Window]]:
+    """Kernel, strides, and a window for rows and one for columns."""
+    kernel, pads = pair(kernel_size), pair(padding)
+    strides = pair(stride) if stride is not None and stride != [] else kernel
+    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
+        raise RuntimeError(f"{function}: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
+    return kernel, strides, [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
+
+
 def _read_for_pool(
     function: str, x: SpatialTensor, windows: list[Window], ceil_mode: bool, fill: float
 ) -> tuple[Tensor, Axes, list[int]]:
@@ -52,12 +63,8 @@ def max_pool2d(
     input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:  # fmt: skip
-    kernel, dilations = pair(kernel_size), pair(dilation)
-    strides = pair(stride) if stride is not None and stride != [] else kernel
-    pads = pair(padding)
-    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-        raise RuntimeError(f"max_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
-    windows = [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
+    dilations = pair(dilation)
+    kernel, strides, windows = _windows("max_pool2d", kernel_size, stride, padding, dilations)
     local, axes, op_padding = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
     return SpatialTensor(lean_resize.max_pool2d(local, kernel, strides, op_padding, dilations, ceil_mode), axes)
 
@@ -67,11 +74,7 @@ def avg_pool2d(
     input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Tensor:  # fmt: skip
-    kernel, pads = pair(kernel_size), pair(padding)
-    strides = pair(stride) if stride is not None and stride != [] else kernel
-    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-        raise RuntimeError(f"avg_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
-    windows = [Window(k, s, 1, p) for k, s, p in zip(kernel, strides, pads, strict=True)]
+    kernel, strides, windows = _windows("avg_pool2d", kernel_size, stride, padding, [1, 1])
     local, axes, op_padding = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
     counts = []
     for i, window in enumerate(windows):
