@@ -9,11 +9,10 @@
 Imported by name (`import patchconv_native.distributed`) or on first use as `pc.distributed`.
 """
 
-from . import convs, norms, pointwise, pools, reductions, resize, shapes  # noqa: F401
-from .exchange import Traffic
+from ..spatial import NotServed, SpatialTensor
 from .model import spatial, spatial_report
 from .moving import from_dtensor, gather, halo_exchange, scatter, to_dtensor
-from .tensor import NotServed, SpatialTensor
+from .traffic import Traffic
 
 __all__ = [
     "NotServed",

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ..spatial import Axes, Axis, SpatialTensor
+from ..spatial.norms import statistics_over
+from ..spatial.operands import scattered
 from ..wrap import Wrapped, put_on, reason_against
-from .cuts import Axis
-from .exchange import same_everywhere
 from .moving import gather, plan_axes, scatter
-from .norms import statistics_over
-from .tensor import Axes, SpatialTensor, scattered
+from .ranks import Ranks, group_of, same_everywhere
 
-# Modules that mix all places by matrix products. They get the whole image, and every rank computes all of it.
+# Modules that mix all places by matrix products. Every rank gets the whole image for them, and computes all of it.
 _ATTENTION: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _ATTENTION_NAMES = frozenset(("Attention", "AttentionBlock", "AttnBlock"))
 
@@ -71,9 +71,9 @@ class _Synced(Wrapped):
             return super().forward(input)
         group = module.process_group or dist.group.WORLD
         inside = set(dist.get_process_group_ranks(group))
-        if any(not inside.issuperset(dist.get_process_group_ranks(axis.group)) for axis in input.axes.values()):
+        if any(not inside.issuperset(dist.get_process_group_ranks(group_of(axis))) for axis in input.axes.values()):
             raise ValueError("SyncBatchNorm: expected its process_group to hold all ranks of the image")
-        with statistics_over(group):
+        with statistics_over(Ranks(group)):
             return nn.modules.batchnorm._BatchNorm.forward(module, input)
 
 
@@ -86,7 +86,7 @@ def _put_around(module: nn.Module) -> None:
 
 
 def _random_state(axes: list[Axis]) -> Tensor:
-    nccl = any(dist.get_backend(axis.group) == "nccl" for axis in axes)
+    nccl = any(dist.get_backend(group_of(axis)) == "nccl" for axis in axes)
     return torch.cuda.get_rng_state() if nccl else torch.get_rng_state()
 
 
@@ -138,9 +138,9 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
     names = _chosen(model, [gather] if isinstance(gather, (str, type)) else gather)
     axes = list(plan_axes("spatial", mesh, dims, (2**40, 2**40), 2).values())
     for tensor in (*model.parameters(), *model.buffers()):
-        if not hasattr(tensor, "placements"):  # a DTensor's are somebody else's
+        if not hasattr(tensor, "placements"):  # a DTensor has its own way to be the same
             for axis in axes:
-                dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
+                dist.broadcast(tensor.detach(), group=group_of(axis), group_src=0)
     for name in names:
         _put_around(model.get_submodule(name))
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Between whole tensors, parts, and parts with a halo: `scatter`, `gather`, `halo_exchange`, and DTensor's ways."""
+"""What users call on tensors: `scatter`, `gather`, `halo_exchange`, and to and from DTensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .cuts import Axis, Range, even, inside
-from .exchange import fetch, gather_part, same_everywhere
-from .tensor import SpatialTensor, scattered
+from ..spatial import Axis, Range, SpatialTensor
+from ..spatial.operands import scattered
+from ..spatial.parts import fetch, gather_parts, recut
+from ..spatial.windows import inside
+from .ranks import Ranks, even, group_of, same_everywhere
 
 
 def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_dim: int) -> dict[int, Axis]:
@@ -30,7 +32,7 @@ def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_d
         group = mesh.get_group(place)
         which = "HW".index(name)
         cuts = even(operator, name, sizes[which], dist.get_world_size(group))
-        axes[first_dim + which] = Axis(name, cuts, group, dist.get_rank(group))
+        axes[first_dim + which] = Axis(name, cuts, dist.get_rank(group), Ranks(group))
     return axes
 
 
@@ -60,7 +62,7 @@ def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> Sp
 
 
 def _sample(image: Tensor) -> Tensor:
-    """Its shape, and values at up to 32 x 32 places."""
+    """The shape of an image, and its values at up to 32 x 32 places."""
     rows, columns = (max(1, n // 16) for n in image.shape[-2:])
     values = image.detach()[..., ::rows, ::columns].double().cpu()
     return torch.cat([torch.tensor(image.shape, dtype=torch.float64), values.flatten()])
@@ -70,23 +72,7 @@ def gather(x: Tensor) -> Tensor:
     """The whole, the same on every rank. Its gradient, the same on every rank too, is taken once: each rank's own part
     of it goes to that rank's part. A plain tensor is returned as it is.
     """
-    if not isinstance(x, SpatialTensor):
-        return x
-    whole = x.to_local()
-    for d, axis in reversed(x.axes.items()):
-        whole = gather_part(whole, d, axis)
-    return whole
-
-
-def recut(x: SpatialTensor, cuts: dict[int, tuple[int, ...]]) -> SpatialTensor:
-    """The same value, cut elsewhere."""
-    local, axes = x._local, dict(x.axes)
-    for d, places in cuts.items():
-        axis = axes[d]
-        if places != axis.cuts:
-            axes[d] = axis.cut_at(places)
-            local = fetch(local, d, axis, tuple((part,) for part in axes[d].parts()))
-    return x if axes == x.axes else SpatialTensor(local, axes)
+    return gather_parts(x.to_local(), x.axes) if isinstance(x, SpatialTensor) else x
 
 
 def halo_exchange(x: SpatialTensor, halo: int | tuple[int, ...]) -> Tensor:
@@ -108,33 +94,32 @@ def halo_exchange(x: SpatialTensor, halo: int | tuple[int, ...]) -> Tensor:
     local = x.to_local()
     for place, (d, axis) in enumerate(x.axes.items()):
         before, after = widths[2 * place : 2 * place + 2]
-        wanted: list[tuple[Range, ...]] = [(inside((a - before, b + after), axis.size),) for a, b in axis.parts()]
+        wanted: list[tuple[Range, ...]] = [(inside((a - before, b + after), axis.size),) for a, b in axis.ranges()]
         local = fetch(local, d, axis, tuple(wanted))
     return local
 
 
-def _torchs_cuts(axis: Axis) -> tuple[int, ...]:
-    """DTensor's: pieces of the same size, the last ones smaller or empty."""
-    piece = -(-axis.size // axis.ranks)
-    return tuple(min(rank * piece, axis.size) for rank in range(axis.ranks + 1))
+def _dtensor_cuts(axis: Axis) -> tuple[int, ...]:
+    """Where DTensor cuts: pieces of the same size, of which the last ones are smaller or empty."""
+    piece = -(-axis.size // axis.count)
+    return tuple(min(rank * piece, axis.size) for rank in range(axis.count + 1))
 
 
 def to_dtensor(x: SpatialTensor, mesh: Any) -> Any:
-    """As a DTensor on `mesh`, the one that it was scattered over; its Shard cuts elsewhere where sizes are uneven, and
-    rows move between ranks then. Differentiable.
+    """As a DTensor on `mesh`, the one that it was scattered over. Differentiable.
+
+    DTensor cuts sizes that do not divide at other places: rows or columns move between ranks then. ValueError for
+    another mesh.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-    order = {d: next((i for i, g in enumerate(groups) if g is axis.group), None) for d, axis in x.axes.items()}
+    order = {d: next((i for i, g in enumerate(groups) if g is group_of(axis)), None) for d, axis in x.axes.items()}
     if len(groups) != len(x.axes) or None in order.values():
         raise ValueError("to_dtensor: expected mesh to be the one that the SpatialTensor is cut over")
     local = x.to_local()
     for d, axis in x.axes.items():
-        cuts = _torchs_cuts(axis)
-        if cuts != axis.cuts:
-            wanted = tuple(((cuts[r], cuts[r + 1]),) for r in range(axis.ranks))
-            local = fetch(local, d, axis, wanted)
+        local = recut(local, d, axis, _dtensor_cuts(axis))
     placements = [Shard(d) for d, _ in sorted(order.items(), key=lambda item: item[1] or 0)]
     whole = torch.empty(x.shape, device="meta")
     return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=whole.shape,
@@ -154,7 +139,5 @@ def from_dtensor(x: Any, dims: str = "H") -> SpatialTensor:
     axes = plan_axes("from_dtensor", x.device_mesh, dims, x.shape[-2:], first)
     local = x.to_local()
     for d, axis in axes.items():
-        old = axis.cut_at(_torchs_cuts(axis))
-        if old.cuts != axis.cuts:
-            local = fetch(local, d, old, tuple((part,) for part in axis.parts()))
+        local = recut(local, d, axis.cut_at(_dtensor_cuts(axis)), axis.cuts)
     return SpatialTensor(local, axes)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import needs_gloo, run
-from support.spatial_cases import Apply, compare, on
+from support.spatial_cases import Apply, compare, mesh_of
 from support.spatial_chains import structured
 from torch import Tensor, nn
 
@@ -47,17 +47,15 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "deepcopy": ("__deepcopy__", lambda x: copy.deepcopy(x)),
     "out": ("add", lambda x: torch.add(x, 1, out=torch.zeros(SHAPE))),
     "half precision view": ("view", lambda x: x.view(torch.int64)),
-}
-FOUND_UNCLEAR: dict[str, tuple[str, Any]] = {
     "embedding": ("embedding", lambda x: F.embedding(x.long().abs() % 3, torch.zeros(3, 2))),
 }
 
 
-def refusals(rank: int, world: int, table: str) -> dict[str, str]:
+def refusals(rank: int, world: int) -> dict[str, str]:
     import patchconv_native.distributed as pd
 
-    mesh, found = on(world, (world,)), {}
-    for name, (function, call) in globals()[table].items():
+    mesh, found = mesh_of(world, (world,)), {}
+    for name, (function, call) in REFUSED.items():
         x = pd.scatter(structured(SHAPE), mesh)
         before = x.to_local().clone()
         try:
@@ -72,12 +70,7 @@ def refusals(rank: int, world: int, table: str) -> dict[str, str]:
 
 
 def test_what_has_no_rule_is_refused_by_name() -> None:
-    for found in run(2, refusals, "REFUSED", timeout=120):
-        assert not {name: text for name, text in found.items() if text}
-
-
-def test_embedding_is_refused_by_its_name() -> None:
-    for found in run(2, refusals, "FOUND_UNCLEAR", timeout=120):
+    for found in run(2, refusals, timeout=120):
         assert not {name: text for name, text in found.items() if text}
 
 
@@ -119,7 +112,7 @@ def hidden(rank: int, world: int, name: str) -> str:
     second = Apply(swish) if name == "function" else Again()
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), second).double()
     try:
-        return "; ".join(compare(model, structured(SHAPE), on(world, (world,)), "H"))
+        return "; ".join(compare(model, structured(SHAPE), mesh_of(world, (world,)), "H"))
     except pd.NotServed:
         return ""
 
@@ -132,7 +125,7 @@ def test_a_function_of_autograd_is_equal_or_refused(name: str) -> None:
 def sizes(rank: int, world: int) -> list[str]:
     import patchconv_native.distributed as pd
 
-    mesh, found = on(world, (world,)), []
+    mesh, found = mesh_of(world, (world,)), []
 
     def attempt(call: Any) -> None:
         try:
@@ -219,7 +212,7 @@ def failing(rank: int, world: int, where: str, mesh: Any = None) -> str:
         raise ArithmeticError("the rank's own")
 
     weight = torch.ones(4, 4, 3, 3, dtype=torch.float64, requires_grad=True)
-    x = pd.scatter(structured(SHAPE), mesh or on(world, (world,)), check=False)
+    x = pd.scatter(structured(SHAPE), mesh or mesh_of(world, (world,)), check=False)
     y = F.conv2d(x, weight, padding=1)
     local = Ends.apply(y.to_local())
     y = F.conv2d(pd.SpatialTensor.from_local(local, y.axes), weight, padding=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.ranks import needs_gloo, run
-from support.spatial_cases import compare, on
+from support.spatial_cases import compare, mesh_of
 from support.spatial_chains import structured
 from torch import Tensor, nn
 
@@ -86,7 +86,7 @@ MODELS = {
 
 
 def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
-    mesh, found = on(world, (world,)), {}
+    mesh, found = mesh_of(world, (world,)), {}
     for name in names:
         torch.manual_seed(1)
         model = make(name).double()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import needs_gloo, run
+from support.spatial_cases import mesh_of
 from support.spatial_chains import chain, differences, step
 
 pytestmark = needs_gloo
@@ -17,15 +18,12 @@ SEEDS, PARTS = 80, 2
 
 
 def many(rank: int, world: int, mesh_shape: tuple[int, ...], dims: str, seeds: list[int]) -> list[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     import patchconv_native.distributed as pd
-    from patchconv_native.distributed import convs
+    from patchconv_native.spatial import convs
 
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=tuple(f"m{i}" for i in range(len(mesh_shape))))
-    found = []
+    mesh, found = mesh_of(world, mesh_shape), []
     for seed in seeds:
-        # Every other chain computes its convolutions in pieces while halos travel, as large images do.
+        # Half of the chains compute their convolutions in pieces while halos travel, as those of large images.
         convs.IN_PIECES_FROM = 0 if seed % 4 < 2 else 2**18
         model, image = chain(seed, max(mesh_shape), dims)
         text = str(model)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks import needs_gloo, run
-from support.spatial_cases import compare, on
+from support.spatial_cases import compare, mesh_of
 from support.spatial_chains import differences, structured
 from torch import Tensor, nn
 
@@ -58,25 +59,22 @@ def lean() -> Any:
 
 
 COMPOSED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "checkpoint of torch": (lambda: Checkpointed("torch"), None),
-    "pc.checkpoint": (lambda: Checkpointed("ours"), None),
-    "pc.checkpoint_modules": (modules, None),
-    "converted": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4)), functional=True), None),
-    "with dropout": (dropping, None),
+    "checkpoint of torch": (lambda: Checkpointed("torch"), nullcontext),
+    "pc.checkpoint": (lambda: Checkpointed("ours"), nullcontext),
+    "pc.checkpoint_modules": (modules, nullcontext),
+    "converted": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4)), functional=True), nullcontext),
+    "with dropout": (dropping, nullcontext),
+    "converted, with dropout": (lambda: pc.convert(dropping(), functional=True), nullcontext),
     "pc.lean": (lambda: nn.Sequential(block(3, 4), block(4, 4)), lean),
     "pc.lean and pc.checkpoint": (lambda: Checkpointed("ours"), lean),
-    "frozen": (lambda: nn.Sequential(block(3, 4).requires_grad_(False), block(4, 4)), None),
-    "splits": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4)), splits=2), None),
-}
-
-OWN_MASK: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "converted, with dropout": (lambda: pc.convert(dropping(), functional=True), None),
+    "frozen": (lambda: nn.Sequential(block(3, 4).requires_grad_(False), block(4, 4)), nullcontext),
+    "splits": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4)), splits=2), nullcontext),
 }
 
 
-def composed(rank: int, world: int, table: str) -> dict[str, list[str]]:
-    mesh, found = on(world, (world,)), {}
-    for name, (make, surroundings) in globals()[table].items():
+def composed(rank: int, world: int) -> dict[str, list[str]]:
+    mesh, found = mesh_of(world, (world,)), {}
+    for name, (make, surroundings) in COMPOSED.items():
         torch.manual_seed(1)
         try:
             found[name] = compare(make().double(), structured(SHAPE), mesh, "H", 1e-9, surroundings)
@@ -86,26 +84,21 @@ def composed(rank: int, world: int, table: str) -> dict[str, list[str]]:
 
 
 def test_composed_with_the_rest_of_the_package() -> None:
-    for found in run(2, composed, "COMPOSED", timeout=120):
-        assert not {name: text for name, text in found.items() if text}
-
-
-def test_a_converted_dropout_has_the_mask_of_one_process() -> None:
-    for found in run(2, composed, "OWN_MASK", timeout=120):
+    for found in run(2, composed, timeout=120):
         assert not {name: text for name, text in found.items() if text}
 
 
 def dtypes(rank: int, world: int) -> dict[str, list[str]]:
     """Each held against one process in the same dtype, to that dtype's rounding."""
-    mesh, found = on(world, (world,)), {}
+    mesh, found = mesh_of(world, (world,)), {}
 
     def autocast() -> Any:
         return torch.autocast("cpu", torch.bfloat16)
 
     for name, dtype, tolerance, surroundings in (
-        ("float32", torch.float32, 1e-4, None),
-        ("bfloat16", torch.bfloat16, 0.06, None),
-        ("float16", torch.float16, 0.05, None),
+        ("float32", torch.float32, 1e-4, nullcontext),
+        ("bfloat16", torch.bfloat16, 0.06, nullcontext),
+        ("float16", torch.float16, 0.05, nullcontext),
         ("autocast", torch.float32, 0.06, autocast),
     ):
         for norm in (nn.GroupNorm(2, 4), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, affine=True), nn.Identity()):
@@ -131,7 +124,7 @@ def gradients(rank: int, world: int) -> list[str]:
     import patchconv_native.distributed as pd
 
     torch.manual_seed(0)
-    model, mesh = nn.Sequential(block(3, 4), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)).double(), on(world, (world,))
+    model, mesh = nn.Sequential(block(3, 4), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)).double(), mesh_of(world, (world,))
     prepared = pd.spatial(copy.deepcopy(model), mesh)
     again = copy.deepcopy(prepared)
     image, found = structured(SHAPE), []
@@ -206,7 +199,7 @@ def tools(rank: int, world: int) -> list[str]:
     """scatter, gather and halo_exchange in a formula, differentiated twice, against the same formula on the whole."""
     import patchconv_native.distributed as pd
 
-    mesh, image, found = on(world, (2, 2)), structured((1, 2, 9, 7)), []
+    mesh, image, found = mesh_of(world, (2, 2)), structured((1, 2, 9, 7)), []
 
     def formula(x: Tensor, whole: bool) -> Tensor:
         if whole:
@@ -324,7 +317,7 @@ def kept(rank: int, world: int) -> dict[str, int]:
     """Bytes that autograd keeps of one pass, each storage once, without parameters."""
     import patchconv_native.distributed as pd
 
-    mesh, found = on(world, (world,)), {}
+    mesh, found = mesh_of(world, (world,)), {}
     for name in ("stock", "converted", "converted, one process"):
         layers: list[nn.Module] = []
         for _ in range(3):

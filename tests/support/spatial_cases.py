@@ -1,7 +1,8 @@
-"""Many small models in one group of processes, each held against one process by every rank."""
+"""Many small models in one group of processes. Every rank compares each of them with the whole image on one process."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -47,7 +48,7 @@ Maker = Callable[[], nn.Module]
 Cases = dict[str, tuple[Maker, tuple[int, ...]]]
 
 
-def on(world: int, mesh_shape: tuple[int, ...]) -> Any:
+def mesh_of(world: int, mesh_shape: tuple[int, ...]) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     assert world == math.prod(mesh_shape)
@@ -55,24 +56,22 @@ def on(world: int, mesh_shape: tuple[int, ...]) -> Any:
 
 
 def compare(
-    model: nn.Module, image: Tensor, mesh: Any, dims: str, tolerance: float = 1e-9, surroundings: Any = None
+    model: nn.Module,
+    image: Tensor,
+    mesh: Any,
+    dims: str,
+    tolerance: float = 1e-9,
+    surroundings: Any = contextlib.nullcontext,
 ) -> list[str]:
-    """What differs from one process: output, gradients, state."""
+    """What differs from one process: output, gradients, state. surroundings: makes a context to call the model in."""
     import patchconv_native.distributed as pd
 
-    def inside(whole: bool) -> Callable[[nn.Module, Tensor], Tensor]:
-        def forward(model: nn.Module, x: Tensor) -> Tensor:
-            if surroundings is None:
-                y = model(x)
-            else:
-                with surroundings():
-                    y = model(x)
-            return y if whole else pd.gather(y)
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        with surroundings():
+            return pd.gather(model(x))  # a plain tensor is returned as it is
 
-        return forward
-
-    want = step(copy.deepcopy(model), image, inside(True), 5)
-    got = step(pd.spatial(copy.deepcopy(model), mesh, dims), image, inside(False), 5)
+    want = step(copy.deepcopy(model), image, forward, 5)
+    got = step(pd.spatial(copy.deepcopy(model), mesh, dims), image, forward, 5)
     found = differences(got, want, tolerance)
     if got["output"].dtype != want["output"].dtype:
         found.append(f"dtype {got['output'].dtype}, not {want['output'].dtype}")
@@ -84,7 +83,7 @@ def each(rank: int, world: int, cases: str, mesh_shape: tuple[int, ...], dims: s
     import importlib
 
     module, _, table = cases.partition(":")
-    mesh, found = on(world, mesh_shape), {}
+    mesh, found = mesh_of(world, mesh_shape), {}
     for name in names:
         make, shape = getattr(importlib.import_module(module), table)[name]
         found[name] = []

@@ -24,7 +24,7 @@ y = pc.convert(torch.nn.Sequential(conv), splits=3)(x)
 torch.testing.assert_close(y, expected)
 torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected_grad)
 
-assert pc.distributed.SpatialTensor.__module__ == "patchconv_native.distributed.tensor"
+assert pc.distributed.SpatialTensor.__module__ == "patchconv_native.spatial.tensor"
 assert (folder / "conv_rules.json").is_file()
 assert all((folder / "memory" / name).is_file() for name in ("page.css", "page.js"))
 info = subprocess.run([sys.executable, "-I", "-m", "patchconv_native", "info"], capture_output=True, text=True)

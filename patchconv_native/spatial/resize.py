@@ -10,10 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from .cuts import Range, Window, scaled_cuts
+from .axis import Axes, Range
+from .layout import in_layout_of
+from .operands import recut, wrap
+from .parts import precise
 from .pools import adaptive_avg_pool2d
-from .tensor import Axes, SpatialTensor, refuse, rule, wrap
-from .windows import check_image, in_format, reading
+from .rules import refuse, rule
+from .tensor import SpatialTensor
+from .windows import Window, check_image, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -35,8 +39,8 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
             raise RuntimeError(f"pad: expected padding of {axis.name} to be under its size {axis.size}, got {pad}")
         if size < 1:
             raise RuntimeError(f"pad: expected an output of at least 1 along {axis.name}, got {size}")
-        axes[d] = axis.cut_at(Window(1, before=before).small_cuts("pad", axis, size))
-        reads = [(a - before, b - before) for a, b in axes[d].parts()]
+        axes[d] = Window(1, before=before).small_axis("pad", axis, size)
+        reads = [(a - before, b - before) for a, b in axes[d].ranges()]
         local = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
     if any(rest):
         local = functional.pad(local, rest, mode, value)
@@ -52,29 +56,28 @@ def pixel_shuffle(input: Any, upscale_factor: int) -> Tensor:
 
 @rule(F.pixel_unshuffle, torch.pixel_unshuffle)
 def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
-    from .moving import recut
-
     check_image("pixel_unshuffle", input)
     new = {}
     for d, axis in input.axes.items():
         if axis.size % downscale_factor:
             raise RuntimeError(f"pixel_unshuffle: expected {axis.name} to be a multiple of {downscale_factor}")
-        new[d] = axis.cut_at(scaled_cuts("pixel_unshuffle", axis, axis.size // downscale_factor))
+        new[d] = scaled_axis("pixel_unshuffle", axis, axis.size // downscale_factor)
     there = recut(input, {d: tuple(cut * downscale_factor for cut in axis.cuts) for d, axis in new.items()})
     return SpatialTensor(F.pixel_unshuffle(there._local, downscale_factor), new)
 
 
 def _taps(
-    mode: str, size: int, out: int, scale: float | None, align: bool, own: Range, dtype: torch.dtype, device: Any
+    mode: str, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """Of outputs in `own`: (taps, n) coordinates that are read, and their weights, in float64."""
-    at = torch.arange(*own, dtype=torch.float64)
+    """Of a range of outputs: (taps, n) coordinates that are read, and their weights, in float64."""
+    at = torch.arange(*outputs, dtype=torch.float64)
     if mode.startswith("nearest"):
-        # Torch's own choice for this dimension alone, by its own code: places, resized. (Where the exact place is a
-        # whole number its kernels can differ from each other by one.)
+        # The coordinates that torch takes: its own function, on the coordinates themselves. (Where the exact place is a
+        # whole number, its kernels can differ from each other by one.) Where x has a shape alone, the CPU's.
+        device = "cpu" if device.type == "meta" else device
         places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, 1)
         given: Any = {"size": (out, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
-        found = F.interpolate(places, **given, mode=mode).flatten()[own[0] : own[1]]
+        found = F.interpolate(places, **given, mode=mode).flatten()[outputs[0] : outputs[1]]
         return found[None].round().long().cpu(), torch.ones_like(at)[None]
     if size == out and mode == "bilinear":
         return at[None].long(), torch.ones_like(at)[None]
@@ -122,7 +125,7 @@ def interpolate(
         return adaptive_avg_pool2d(input, sizes)
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate: expected an output of at least 1, got {sizes}")
-    # Dimensions that are not cut first, by torch: along the others nothing changes then.
+    # First the dimension that is not cut, by torch's function, which leaves the other one as it is.
     align: dict[str, Any] = {} if mode.startswith("nearest") else {"align_corners": align_corners}
     if len(input.axes) < 2:
         cut = next(iter(input.axes)) - first
@@ -134,13 +137,12 @@ def interpolate(
         if sizes[other] != whole[other] or scales[other] not in (None, 1.0):
             local = functional.interpolate(local, **one, mode=mode, **align)
     axes: Axes = {}
-    precise = torch.float32 if local.dtype in (torch.half, torch.bfloat16) else local.dtype
     for d, axis in input.axes.items():
         out, scale = sizes[d - first], scales[d - first]
-        axes[d] = axis.cut_at(scaled_cuts("interpolate", axis, out))
+        axes[d] = scaled_axis("interpolate", axis, out)
         given = mode, axis.size, out, scale, bool(align_corners)
-        found = [_taps(*given, part, precise, local.device) for part in axes[d].parts()]
-        reads = [(int(taps.min()), int(taps.max()) + 1) for taps, _ in found]
+        found = [_taps(*given, part, precise(local.dtype), local.device) for part in axes[d].ranges()]
+        reads = [(int(taps.min()), int(taps.max()) + 1) if taps.numel() else (0, 0) for taps, _ in found]
         local = reading(local, d, axis, reads, fresh=False)
         taps, weights = found[axis.index]
         local = _resampled(local, d, taps - reads[axis.index][0], weights)
@@ -149,12 +151,11 @@ def interpolate(
 
 def _resampled(local: Tensor, dim: int, taps: Tensor, weights: Tensor) -> Tensor:
     shape = [-1 if d == dim else 1 for d in range(local.dim())]
-    precise = torch.float32 if local.dtype in (torch.half, torch.bfloat16) else local.dtype
     parts = []
     for tap, weight in zip(taps, weights, strict=True):
         part = local.index_select(dim, tap.to(local.device))
-        parts.append(part if len(taps) == 1 else part * weight.to(local.device, precise).view(shape))
+        parts.append(part if len(taps) == 1 else part * weight.to(local.device, precise(local.dtype)).view(shape))
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return in_format(total.to(local.dtype), local)
+    return in_layout_of(local, total.to(local.dtype))

@@ -1,4 +1,4 @@
-"""Rules for reductions and losses. What is reduced over a cut dimension is the same on every rank of its group then."""
+"""Rules for reductions and losses. What is reduced over a cut dimension is then the same for every part along it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .exchange import all_parts, all_sum, summed
-from .moving import recut
-from .tensor import Axes, SpatialTensor, aligned, groups_of, local_of, parameter, refuse, rule, rules, wrap
+from .axis import Axes, Executors, executors_of
+from .operands import aligned, local_of, parameter, recut, wrap
+from .parts import all_parts, all_sum, part_of, precise, summed
+from .rules import refuse, rule, rules
+from .tensor import SpatialTensor
 
 
 def dims_of(x: Tensor, dim: Any) -> list[int]:
+    """An argument `dim` of torch as a list; None stands for all dimensions."""
     if dim is None or dim == () or dim == []:
         return list(range(x.dim()))
     return sorted({d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)})
 
 
-def left_of(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
+def remaining_axes(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes:
+    """Of what a reduction over these dimensions gives."""
     return {d if keepdim else d - sum(r < d for r in dims): axis for d, axis in x.axes.items() if d not in dims}
 
 
-def _groups(x: SpatialTensor, dims: Sequence[int]) -> tuple[Any, ...]:
-    return tuple(axis.group for d, axis in x.axes.items() if d in dims)
+def _executors(x: SpatialTensor, dims: Sequence[int]) -> Executors:
+    """Of the cut dimensions among these."""
+    return tuple(axis.executor for d, axis in x.axes.items() if d in dims)
 
 
 @rule(torch.sum, Tensor.sum)
@@ -36,13 +41,13 @@ def total_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    groups = _groups(x, dims)
-    if not groups:
-        return wrap(x._local.sum(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
-    half = x.dtype in (torch.half, torch.bfloat16) and dtype is None
-    local = x._local.sum(dims, keepdim, dtype=torch.float32 if half else dtype)
-    total = summed(local, groups)
-    return wrap(total.to(x.dtype) if half else total, left_of(x, dims, keepdim))
+    executors = _executors(x, dims)
+    if not executors:
+        return wrap(x._local.sum(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
+    half = precise(x.dtype) != x.dtype and dtype is None
+    local = x._local.sum(dims, keepdim, dtype=precise(x.dtype) if half else dtype)
+    total = summed(local, executors)
+    return wrap(total.to(x.dtype) if half else total, remaining_axes(x, dims, keepdim))
 
 
 @rule(torch.mean, Tensor.mean)
@@ -50,33 +55,32 @@ def mean_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    groups = _groups(x, dims)
-    if not groups or not (dtype or x.dtype).is_floating_point:  # or torch's error
-        return wrap(x._local.mean(dims, keepdim, dtype=dtype), left_of(x, dims, keepdim))
+    executors = _executors(x, dims)
+    if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
+        return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
-    precise = torch.float32 if (dtype or x.dtype) in (torch.half, torch.bfloat16) else dtype
-    local = x._local.sum(dims, keepdim, dtype=precise) / count
-    return wrap(summed(local, groups).to(dtype or x.dtype), left_of(x, dims, keepdim))
+    local = x._local.sum(dims, keepdim, dtype=precise(dtype or x.dtype)) / count
+    return wrap(summed(local, executors).to(dtype or x.dtype), remaining_axes(x, dims, keepdim))
 
 
 def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor:
     """The gradient goes evenly to all places that have the value, as torch's amax has it."""
     dims = dims_of(x, dim)
-    groups = _groups(x, dims)
+    executors = _executors(x, dims)
     reduce = torch.amax if largest else torch.amin
-    if not groups:
-        return wrap(reduce(x._local, dims, keepdim), left_of(x, dims, keepdim))
+    if not executors:
+        return wrap(reduce(x._local, dims, keepdim), remaining_axes(x, dims, keepdim))
     with torch.no_grad():
-        most = reduce(all_parts(reduce(x._local, dims, True), groups), 0)
-    found = _Extreme.apply(x._local, most, dims, groups) if x._local.requires_grad else most
-    return wrap(found if keepdim else found.squeeze(dims), left_of(x, dims, keepdim))
+        most = reduce(all_parts(reduce(x._local, dims, True), executors), 0)
+    found = _Extreme.apply(x._local, most, dims, executors) if x._local.requires_grad else most
+    return wrap(found if keepdim else found.squeeze(dims), remaining_axes(x, dims, keepdim))
 
 
 class _Extreme(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], groups: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], executors: Executors) -> Tensor:
         there = (x == most) | (x.isnan() & most.isnan())
-        number = all_sum(there.sum(dims, keepdim=True), groups)
+        number = all_sum(there.sum(dims, keepdim=True), executors)
         ctx.save_for_backward(there, number)
         return most.clone()
 
@@ -122,7 +126,7 @@ def _with_indices(function: Any) -> Callable[..., Any]:
         keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
         if not isinstance(x, SpatialTensor) or not isinstance(dim, int) or dim % x.dim() in x.axes:
             raise refuse(function.__name__, "the dimension that it goes over is cut")
-        axes = left_of(x, [dim % x.dim()], keepdim)
+        axes = remaining_axes(x, [dim % x.dim()], keepdim)
         found = function(x._local, *args, **kwargs)
         if isinstance(found, Tensor):
             return wrap(found, axes)
@@ -138,9 +142,9 @@ rules(_with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, 
 @rule(torch.any, Tensor.any)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
-    groups = _groups(x, dims)
+    executors = _executors(x, dims)
     found = (x._local != 0).sum(dims, keepdim)
-    return wrap((all_sum(found, groups) if groups else found) > 0, left_of(x, dims, keepdim))
+    return wrap((all_sum(found, executors) if executors else found) > 0, remaining_axes(x, dims, keepdim))
 
 
 @rule(torch.all, Tensor.all)
@@ -177,8 +181,8 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
 
 
 def first_maximum(x: SpatialTensor) -> Tensor:
-    """Over all cut dimensions, kept at 1; the gradient goes to the first place in the image that has it, as a max
-    pool's does, and NaN counts as the largest.
+    """The maximum over all cut dimensions, which are kept with size 1, as of a max pool: the gradient goes to the first
+    place in the image that has it, and NaN counts as the largest.
     """
     sizes = [1 if x.dim() - 2 + i in x.axes else x.size(x.dim() - 2 + i) for i in range(2)]
     value, place = F.adaptive_max_pool2d(x._local, sizes, return_indices=True)
@@ -187,13 +191,13 @@ def first_maximum(x: SpatialTensor) -> Tensor:
         row, column = place // width + x.offset[-2], place % width + x.offset[-1]
         order = -(row * x.size(-1) + column).double()
         key = torch.where(value.isnan(), torch.full_like(value, math.inf), value).double()
-        keys, orders = all_parts(torch.stack([key, order]), groups_of(x.axes)).unbind(1)
-        nans = all_parts(value.isnan().double(), groups_of(x.axes))
+        keys, orders = all_parts(torch.stack([key, order]), executors_of(x.axes)).unbind(1)
+        nans = all_parts(value.isnan().double(), executors_of(x.axes))
         nan_anywhere = nans.amax(0) > 0
         candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
         best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
-        mine = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
-    return summed(torch.where(mine, value, torch.zeros_like(value)), groups_of(x.axes))
+        first = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
+    return summed(torch.where(first, value, torch.zeros_like(value)), executors_of(x.axes))
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:
@@ -221,7 +225,7 @@ def _glu(input: Any, dim: int = -1) -> Tensor:
 
 
 def _refuse_lost_weight() -> None:
-    """F.l1_loss (torch 2.14) does not hand on its `weight`; what was given is still in its frame."""
+    """F.l1_loss (torch 2.14) drops its `weight` when it hands the call on. It is looked up in the caller's frame."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -268,19 +272,18 @@ def cross_entropy(
     if isinstance(target, SpatialTensor):
         target = recut(target, {d: axis.cuts for d, axis in axes.items()})._local
     else:
-        for d, axis in axes.items():
-            target = target.narrow(d, axis.own[0], axis.length)
+        target = part_of(target, axes)
     scale = parameter(weight, input)
     given: dict[str, Any] = {"weight": scale, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         each = F.cross_entropy(input._local, target, reduction="none", **given)
         return SpatialTensor(each, {d - 1: axis for d, axis in input.axes.items()})
-    groups = groups_of(input.axes)
-    total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), groups)
+    executors = executors_of(input.axes)
+    total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), executors)
     if reduction == "sum":
         return total
     if not by_class:
         return total / (input.numel() // input.size(1))
     counted = target != ignore_index
     number = (counted if weight is None else weight[target.masked_fill(~counted, 0)] * counted).sum()
-    return total / summed(number.to(total.dtype), groups)
+    return total / summed(number.to(total.dtype), executors)

@@ -1,4 +1,4 @@
-"""Rules for what does not mix places: attributes, arithmetic, activations, dropout, casts."""
+"""Rules for what is computed at each place alone: attributes, arithmetic, activations, dropout, casts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lean import _Redirect, in_lean
-from .exchange import layout
-from .tensor import SpatialTensor, aligned, local_of, name_of, parameter, refuse, rule, rules, wrap
+from .layout import layout
+from .operands import aligned, local_of, parameter, wrap
+from .parts import part_of
+from .rules import name_of, refuse, rule, rules
+from .tensor import SpatialTensor
 
 _nn: Any = torch._C._nn
 
 
-def fitting(function: Any) -> Any:
-    """The function itself, or in a `lean()` block (a converted layer's among them) the one that keeps less."""
+def _fitting(function: Any) -> Any:
+    """The function itself, or within `lean()`, as converted layers call it, the one that saves less for backward."""
     return _Redirect.table.get(function, function) if in_lean() else function
 
 
@@ -29,7 +32,7 @@ def _both(names: str) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attributes. Sizes are the whole's, and the wrapper has them itself; the graph is the local tensor's.
+# Attributes. Those of the shape are the wrapper's own, which has the whole's; those of autograd are the local tensor's.
 
 
 def _on_wrapper(function: Any) -> Callable[..., Any]:
@@ -84,7 +87,7 @@ def _data(x: SpatialTensor) -> Tensor:
 
 rules(_on_local, (Tensor.type,))
 
-# A whole tensor, the same on every rank.
+# A whole tensor, the same for every part.
 rules(_on_local, (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
 
 
@@ -100,7 +103,7 @@ def _hash(x: SpatialTensor) -> int:
 
 @rule(Tensor.backward)
 def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Of a value whose gradient is given: its part on every rank. Gradients that need other ranks' parts are right."""
+    """With a gradient, whole or in parts. Every part must make this call: gradients of halos go to other parts."""
     if gradient is None:
         raise refuse("Tensor.backward", "it needs a gradient, or a number: sum or average it")
     values, _ = aligned("Tensor.backward", (x, gradient))
@@ -108,7 +111,7 @@ def _backward(x: SpatialTensor, gradient: Any = None, *args: Any, **kwargs: Any)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions of one image, with numbers besides. In place on the local tensor where the name says so.
+# Functions of one image, and of numbers. Those whose name ends in _ write into the local tensor.
 
 _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
@@ -136,7 +139,7 @@ def _unary(function: Any) -> Callable[..., Any]:
     def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, SpatialTensor) or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
             raise refuse(name_of(function), "it takes one SpatialTensor, and numbers besides")
-        local = fitting(function)(x._local, *args, **kwargs)
+        local = _fitting(function)(x._local, *args, **kwargs)
         return x if in_place_name or local is x._local else wrap(local, x.axes)
 
     return serve
@@ -184,7 +187,7 @@ def _elementwise(function: Any, in_place: bool = False) -> Callable[..., Any]:
         if in_place and not isinstance(args[0], SpatialTensor):
             raise refuse(name_of(function), "it would write a part into a plain tensor")
         given = locals_[: len(args)]
-        local = fitting(function)(*given, **dict(zip(names, locals_[len(args) :], strict=True)))
+        local = _fitting(function)(*given, **dict(zip(names, locals_[len(args) :], strict=True)))
         if in_place:
             return args[0]
         return wrap(local, axes)
@@ -224,20 +227,17 @@ def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _mask_of_one_device(x: SpatialTensor, p: float) -> Tensor:
-    """Draws for the whole image, as one device would with this random state, and takes the part. The same state is
-    needed on every rank. For the moment of the call it is as large as the whole image, in one byte an element (two for
-    the mask of a converted layer).
+    """Draws for the whole image, as one device would with this random state, and takes the part.
+
+    Every part's call needs the same random state. During the call the mask is as large as the whole image, in one byte
+    an element (two for that of a converted layer).
     """
-    last = x.dim() == 4 and layout(x._local) == torch.channels_last
     seeded = in_lean()
     dtype = torch.bfloat16 if seeded else torch.bool
-    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device,
-                        memory_format=torch.channels_last if last else torch.contiguous_format)  # fmt: skip
+    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device, memory_format=layout(x._local))
     with torch.no_grad():
         mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if seeded else whole.bernoulli_(1 - p)
-    for d, axis in x.axes.items():
-        mask = mask.narrow(d, axis.own[0], axis.length)
-    return mask.clone()
+    return part_of(mask, x.axes).clone()
 
 
 def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_channels: bool) -> Tensor:

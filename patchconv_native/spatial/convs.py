@@ -1,4 +1,4 @@
-"""Rules for convolutions. What a rank's own part suffices for is computed while the halos travel."""
+"""Rules for convolutions. What needs no halo is computed while the halos travel."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from .. import _library, functional
-from .cuts import Range, Window
-from .exchange import Fetch, layout
-from .tensor import Axes, SpatialTensor, parameter, rule
-from .windows import check_image, fetching, pair, reading
+from .axis import Axes, Axis, Fetch, Range
+from .layout import empty, layout
+from .operands import parameter
+from .rules import rule
+from .tensor import SpatialTensor
+from .windows import Window, check_image, fetching, pair, reading
 
 _C = _library.load()
 _ops = torch.ops.patchconv
 
 IN_PIECES_FROM = 2**18
-"""Elements of a part under which a convolution is one call, after its halo has come."""
+"""Elements of a part. A smaller one is computed by one call, after its halo has come."""
 PIECES = 8
-"""In which the part that needs no halo is computed: each is copied to its place."""
+"""How many pieces the outputs that need no halo are computed in. Each piece is copied to its place."""
 
 
 def _pads_of(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
@@ -47,14 +49,16 @@ def conv2d(
     kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
     pads = _pads_of(padding, kernel, dilations)
     axes: Axes = {}
-    left = [pads[0][0], pads[0][1], pads[1][0], pads[1][1]]
+    op_padding = [*pads[0], *pads[1]]  # what the operator itself adds: none along cut dimensions
     weight, bias = parameter(weight, input), parameter(bias, input)
 
     def conv(x: Tensor, recorded: bool = True) -> Tensor:
         w, b = weight, bias
         if not recorded:
             w, b = weight.detach(), None if bias is None else bias.detach()
-        return functional.conv2d(x, w, b, strides, left, dilations, groups, padding_mode=padding_mode, splits=splits)
+        return functional.conv2d(
+            x, w, b, strides, op_padding, dilations, groups, padding_mode=padding_mode, splits=splits
+        )
 
     for d in sorted(input.axes, reverse=True):
         axis, i = input.axes[d], d - first
@@ -65,20 +69,20 @@ def conv2d(
                 f"conv2d: expected {axis.name} of the padded input to be at least {window.reach}, the kernel's reach, "
                 f"got {axis.size + sum(pads[i])}"
             )
-        axes[d] = axis.cut_at(window.small_cuts("conv2d", axis, size))
-        left[2 * i : 2 * i + 2] = 0, 0
-        reads = [window.reads(part) for part in axes[d].parts()]
+        axes[d] = window.small_axis("conv2d", axis, size)
+        op_padding[2 * i : 2 * i + 2] = 0, 0
+        reads = [window.reads(part) for part in axes[d].ranges()]
         if d > min(input.axes) or padding_mode != "zeros":
             local = reading(local, d, axis, reads, padding_mode)
             continue
         coming = fetching(local, d, axis, reads)
         with torch.no_grad():
-            y = in_pieces(coming, window, axes[d].own, functools.partial(conv, recorded=False))
+            y = in_pieces(local, d, axis, coming, window, axes[d].range, functools.partial(conv, recorded=False))
         if y is not None and not (torch.is_grad_enabled() and _any_grad(local, weight, bias)):
             return SpatialTensor(y, axes)
         local = coming.finish()
         if y is not None:
-            y = _C.conv_given(2, local, weight, bias, strides, left, dilations, groups, padding_mode, y)
+            y = _C.conv_given(2, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
             return SpatialTensor(y, axes)
     return SpatialTensor(conv(local), axes)
 
@@ -87,33 +91,32 @@ def _any_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def in_pieces(coming: Fetch, window: Window, own: Range, conv: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """This rank's output, `own` of the whole: first what its own part suffices for, while the messages travel, then
-    the rest. None where that is not worth the trouble.
+def in_pieces(
+    x: Tensor, dim: int, axis: Axis, coming: Fetch, window: Window, output: Range, conv: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """This part of the output, `output` of the whole: first what x suffices for, while the halos come, then the rest.
+    None where that would gain nothing: nothing has to come, x suffices for nothing, or x is small.
     """
-    axis, dim, (low, high) = coming.axis, coming.dim, own
-    begin, end = axis.own
+    (low, high), (begin, end) = output, axis.range
     inner = window.small_inside((begin, end))
     inner = max(inner[0], low), min(inner[1], high)
-    if coming.transfer is None or inner[0] >= inner[1] or coming.x.numel() < IN_PIECES_FROM:
+    if coming.complete or inner[0] >= inner[1] or x.numel() < IN_PIECES_FROM:
         return None
     y: Tensor | None = None
-    first = window.reads(own)[0]
+    first = window.reads(output)[0]
     count = min(PIECES, inner[1] - inner[0])
     bounds = [inner[0] + (inner[1] - inner[0]) * n // count for n in range(count + 1)]
     pieces = [(a, b, True) for a, b in itertools.pairwise(bounds)]
-    for a, b, ours in [*pieces, (low, inner[0], False), (inner[1], high, False)]:
+    for a, b, complete in [*pieces, (low, inner[0], False), (inner[1], high, False)]:
         if a == b:
             continue
         rows = window.reads((a, b))
-        if ours:
-            piece = conv(coming.x.detach().narrow(dim, rows[0] - begin, rows[1] - rows[0]))
+        if complete:
+            piece = conv(x.detach().narrow(dim, rows[0] - begin, rows[1] - rows[0]))
         else:
             piece = conv(coming.rows(rows[0] - first, rows[1] - first))
         if y is None:
-            shape = list(piece.shape)
-            shape[dim] = high - low
-            y = torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=layout(piece))
+            y = empty(piece, dim, high - low, layout(piece))
         y.narrow(dim, a - low, b - a).copy_(piece)
         del piece
     return y
@@ -128,35 +131,35 @@ def conv_transpose2d(
     kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
     pads, more = pair(padding), pair(output_padding)
     axes: Axes = {}
-    left, extra, crops = [], [], []
+    op_padding, extra, crops = [], [], []
     for i in range(2):
         d = first + i
         window = Window(kernel[i], strides[i], dilations[i], pads[i])
         size = (input.size(d) - 1) * strides[i] - 2 * pads[i] + window.reach + more[i]
         if d not in input.axes:
-            left.append(pads[i])
+            op_padding.append(pads[i])
             extra.append(more[i])
             continue
         axis = input.axes[d]
         if size < 1:
             raise RuntimeError(f"conv_transpose2d: expected an output of at least 1 along {axis.name}, got {size}")
-        axes[d] = axis.cut_at(window.big_cuts("conv_transpose2d", axis, size))
+        axes[d] = window.big_axis("conv_transpose2d", axis, size)
         # What touches a part of the output; one coordinate at least, so that there is something to compute with.
         reads = []
-        for part in axes[d].parts():
+        for part in axes[d].ranges():
             a, b = window.touches(part, axis.size)
             a = min(max(a, 0), axis.size - 1)
             reads.append((a, max(b, a + 1)))
         local = reading(local, d, axis, reads)
         a, b = reads[axis.index]
-        low, high = axes[d].own
+        low, high = axes[d].range
         begin = a * strides[i] - pads[i]  # of what these inputs give without padding
         end = begin + (b - a - 1) * strides[i] + window.reach
-        left.append(0)
+        op_padding.append(0)
         extra.append(0)
         crops.append((d, low - begin, end - high, high - low))
     weight, bias = parameter(weight, input), parameter(bias, input)
-    y = functional.conv_transpose2d(local, weight, bias, strides, left, extra, groups, dilations, splits=splits)
+    y = functional.conv_transpose2d(local, weight, bias, strides, op_padding, extra, groups, dilations, splits=splits)
     for d, before, after, length in crops:
         if before < 0 or after < 0:  # reached by no input: the bias alone
             y = _with_bias_rows(y, bias, d, max(-before, 0), max(-after, 0))

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
-from .cuts import Window, scaled_cuts
-from .tensor import Axes, SpatialTensor, refuse, rule
-from .windows import check_image, pair, reading
+from .axis import Axes
+from .reductions import first_maximum, mean_of
+from .rules import refuse, rule
+from .tensor import SpatialTensor
+from .windows import Window, check_image, pair, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -24,10 +26,21 @@ def _pooled_size(size: int, kernel: int, stride: int, padding: int, reach: int, 
     return pooled
 
 
+def _windows(
+    function: str, kernel_size: Any, stride: Any, padding: Any, dilations: list[int]
+) -> tuple[list[int], list[int], list[Window]]:
+    """Kernel, strides, and a window for rows and one for columns."""
+    kernel, pads = pair(kernel_size), pair(padding)
+    strides = pair(stride) if stride is not None and stride != [] else kernel
+    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
+        raise RuntimeError(f"{function}: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
+    return kernel, strides, [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
+
+
 def _read_for_pool(
     function: str, x: SpatialTensor, windows: list[Window], ceil_mode: bool, fill: float
 ) -> tuple[Tensor, Axes, list[int]]:
-    """What the windows of this rank read, the new axes, and the padding of dimensions that are not cut."""
+    """What the windows of this part read, the new axes, and the padding of dimensions that are not cut."""
     local, first = check_image(function, x)
     axes: Axes = {}
     padding = [window.before for window in windows]
@@ -39,8 +52,8 @@ def _read_for_pool(
         size = _pooled_size(axis.size, window.kernel, window.stride, window.before, window.reach, ceil_mode)
         if size < 1:
             raise RuntimeError(f"{function}: expected {axis.name} to be at least the window's, got {axis.size}")
-        axes[d] = axis.cut_at(window.small_cuts(function, axis, size))
-        local = reading(local, d, axis, [window.reads(part) for part in axes[d].parts()], fill=fill)
+        axes[d] = window.small_axis(function, axis, size)
+        local = reading(local, d, axis, [window.reads(part) for part in axes[d].ranges()], fill=fill)
         padding[i] = 0
     return local, axes, padding
 
@@ -50,14 +63,10 @@ def max_pool2d(
     input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Tensor:  # fmt: skip
-    kernel, dilations = pair(kernel_size), pair(dilation)
-    strides = pair(stride) if stride is not None and stride != [] else kernel
-    pads = pair(padding)
-    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-        raise RuntimeError(f"max_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
-    windows = [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
-    local, axes, left = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
-    return SpatialTensor(functional.max_pool2d(local, kernel, strides, left, dilations, ceil_mode), axes)
+    dilations = pair(dilation)
+    kernel, strides, windows = _windows("max_pool2d", kernel_size, stride, padding, dilations)
+    local, axes, op_padding = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
+    return SpatialTensor(functional.max_pool2d(local, kernel, strides, op_padding, dilations, ceil_mode), axes)
 
 
 @rule(_nn.avg_pool2d, F.avg_pool2d)
@@ -65,18 +74,14 @@ def avg_pool2d(
     input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Tensor:  # fmt: skip
-    kernel, pads = pair(kernel_size), pair(padding)
-    strides = pair(stride) if stride is not None and stride != [] else kernel
-    if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
-        raise RuntimeError(f"avg_pool2d: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
-    windows = [Window(k, s, 1, p) for k, s, p in zip(kernel, strides, pads, strict=True)]
-    local, axes, left = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
+    kernel, strides, windows = _windows("avg_pool2d", kernel_size, stride, padding, [1, 1])
+    local, axes, op_padding = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
     counts = []
     for i, window in enumerate(windows):
         d = input.dim() - 2 + i
         size = input.size(d)
         pooled = _pooled_size(size, window.kernel, window.stride, window.before, window.kernel, ceil_mode)
-        low, high = axes[d].own if d in axes else (0, pooled)
+        low, high = axes[d].range if d in axes else (0, pooled)
         begins = [p * window.stride - window.before for p in range(low, high)]
         limit = size + window.before if count_include_pad else size
         floor = -window.before if count_include_pad else 0
@@ -84,32 +89,38 @@ def avg_pool2d(
     one = divisor_override
     if one is None and all(len(set(count)) == 1 for count in counts):
         one = counts[0][0] * counts[1][0]
-    y = functional.avg_pool2d(local, kernel, strides, left, ceil_mode, True, one or 1)
+    y = functional.avg_pool2d(local, kernel, strides, op_padding, ceil_mode, True, one or 1)
     if one is None:
         rows, columns = (torch.tensor(count, dtype=torch.float64) for count in counts)
         y = y * (1 / (rows[:, None] * columns)).to(y)
     return SpatialTensor(y, axes)
 
 
+def _sizes(x: Tensor, output_size: Any) -> tuple[int, int]:
+    """None in the argument stands for the input's size."""
+    entries = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size] * 2
+    rows, columns = (size if n is None else n for n, size in zip(entries, x.shape[-2:], strict=True))
+    return rows, columns
+
+
 def _adaptive(
     function: str, x: Any, output_size: Any, reduce: Callable[[Tensor, int], Tensor], rest: Callable[..., Tensor]
 ) -> Tensor:
-    """Bins of several outputs along a cut dimension: a row of outputs at a time."""
+    """Along a cut dimension, one coordinate of the output at a time by `reduce`; then the others by `rest`."""
     local, first = check_image(function, x)
-    wanted = [output_size] * 2 if isinstance(output_size, int) or output_size is None else list(output_size)
-    sizes = [x.size(first + i) if n is None else n for i, n in enumerate(wanted)]
+    sizes = list(_sizes(x, output_size))
     axes: Axes = {}
     for i, size in enumerate(sizes):
         d = first + i
         if d not in x.axes:
             continue
         axis = x.axes[d]
-        axes[d] = axis.cut_at(scaled_cuts(function, axis, size))
-        reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].parts()]
+        axes[d] = scaled_axis(function, axis, size)
+        reads = [(a * axis.size // size, -(-b * axis.size // size)) for a, b in axes[d].ranges()]
         local = reading(local, d, axis, reads, fresh=False)
         begin = reads[axis.index][0]
         rows = []
-        for p in range(*axes[d].own):
+        for p in range(*axes[d].range):
             a, b = p * axis.size // size, -(-(p + 1) * axis.size // size)
             rows.append(reduce(local.narrow(d, a - begin, b - a), d))
         local = torch.cat(rows, d)
@@ -117,21 +128,17 @@ def _adaptive(
     return SpatialTensor(rest(local, sizes), axes)
 
 
-def _ones(x: Any, output_size: Any) -> bool:
-    """Whether every cut dimension goes to one output: a global pool."""
-    entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-    return all(entries[d - x.dim() + 2] == 1 for d in x.axes)
+def _is_global(x: Any, output_size: Any) -> bool:
+    """Whether every cut dimension of the output has size 1, as of a global pool."""
+    return all(_sizes(x, output_size)[d - x.dim() + 2] == 1 for d in x.axes)
 
 
 @rule(F.adaptive_avg_pool2d, _nn.adaptive_avg_pool2d)
 def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
     check_image("adaptive_avg_pool2d", input)
-    if output_size is not None and _ones(input, output_size):
-        from .reductions import mean_of
-
+    if _is_global(input, output_size):
         y = mean_of(input, dim=tuple(input.axes), keepdim=True)
-        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, (entries[0], entries[1]))
+        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, _sizes(input, output_size))
     return _adaptive("adaptive_avg_pool2d", input, output_size, lambda x, d: x.mean(d, keepdim=True),
                      functional.adaptive_avg_pool2d)  # fmt: skip
 
@@ -141,12 +148,9 @@ def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = Fal
     _, first = check_image("adaptive_max_pool2d", input)
     if return_indices:
         raise refuse("adaptive_max_pool2d", "return_indices=True")
-    if output_size is not None and _ones(input, output_size):
-        from .reductions import first_maximum
-
+    if _is_global(input, output_size):
         y = first_maximum(input)
-        entries = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
-        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, entries)
+        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, _sizes(input, output_size))
 
     def highest(x: Tensor, d: int) -> Tensor:
         return F.adaptive_max_pool2d(x, [1 if first + i == d else x.size(first + i) for i in range(2)])

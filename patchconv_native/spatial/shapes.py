@@ -10,17 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cuts import Axis, Window
-from .exchange import shared
-from .moving import recut
-from .reductions import dims_of, left_of
+from .. import functional
+from .axis import Axes, executors_of
+from .operands import aligned, recut, wrap
+from .parts import part_of, shared
+from .reductions import dims_of, remaining_axes
 from .resize import pad
-from .tensor import Axes, SpatialTensor, aligned, groups_of, refuse, rule, rules, wrap
-from .windows import reading
+from .rules import refuse, rule, rules
+from .tensor import SpatialTensor
+from .windows import Window, reading
 
 
 def _same_cuts(function: str, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Axes]:
-    """Local tensors, all cut as the first SpatialTensor is; `dim` is joined over."""
+    """Local tensors that are all cut as the first SpatialTensor, to be joined along `dim`; and its axes."""
     like = next(t for t in tensors if isinstance(t, SpatialTensor))
     if dim in like.axes:
         raise refuse(function, "the dimension that it joins is cut")
@@ -34,17 +36,12 @@ def _same_cuts(function: str, tensors: Sequence[Any], dim: int) -> tuple[list[Te
                     raise RuntimeError(f"{function}: expected size {axis.size} along {axis.name}, got {t.size(d)}")
             parts.append(recut(t, {d: axis.cuts for d, axis in like.axes.items()})._local)
         else:
-            part = shared(t, groups_of(like.axes))
-            for d, axis in like.axes.items():
-                part = part.narrow(d, axis.own[0], axis.length)
-            parts.append(part)
+            parts.append(part_of(shared(t, executors_of(like.axes)), like.axes))
     return parts, like.axes
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor:
-    from .. import functional
-
     dim = dim if axis is None else axis
     dim %= tensors[0].dim()
     parts, axes = _same_cuts("cat", tensors, dim)
@@ -76,7 +73,7 @@ def _unbind(x: Any, dim: int = 0) -> Any:
     dim %= x.dim()
     if dim in x.axes:
         raise refuse("unbind", "the dimension that it takes apart is cut")
-    return tuple(wrap(part, left_of(x, [dim], False)) for part in x._local.unbind(dim))
+    return tuple(wrap(part, remaining_axes(x, [dim], False)) for part in x._local.unbind(dim))
 
 
 @rule(torch.narrow, Tensor.narrow)
@@ -90,18 +87,18 @@ def _slice(x: SpatialTensor, dim: int, start: int, stop: int) -> Any:
         return wrap(x._local.narrow(dim, start, stop - start), x.axes)
     pads = [0, 0] * (x.dim() - 1 - dim) + [-start, stop - x.size(dim)]
     cropped: Any = pad(x, pads)
-    # Not a view on one rank and a copy on another.
+    # A copy for every part, since it is one for those that fetch something.
     return wrap(cropped._local.clone(), cropped.axes)
 
 
 def _stepped(x: SpatialTensor, dim: int, start: int, stop: int, step: int) -> Tensor:
-    """Every step-th coordinate: a window of one that moves on by `step`."""
+    """Every step-th coordinate: a window of 1 with that stride."""
     axis, window = x.axes[dim], Window(1, step, 1, -start)
     size = len(range(start, stop, step))
     if size < 1:
         raise refuse("indexing", "nothing of a cut dimension")
-    new = axis.cut_at(window.small_cuts("indexing", axis, size))
-    local = reading(x._local, dim, axis, [window.reads(part) for part in new.parts()], fresh=False)
+    new = window.small_axis("indexing", axis, size)
+    local = reading(x._local, dim, axis, [window.reads(part) for part in new.ranges()], fresh=False)
     return wrap(local[(slice(None),) * dim + (slice(None, None, step),)].clone(), {**x.axes, dim: new})
 
 
@@ -110,7 +107,7 @@ def _select(x: Any, dim: int, index: int) -> Tensor:
     dim %= x.dim()
     if dim in x.axes:
         raise refuse("select", "its dimension is cut")
-    return wrap(x._local.select(dim, index), left_of(x, [dim], False))
+    return wrap(x._local.select(dim, index), remaining_axes(x, [dim], False))
 
 
 @rule(Tensor.__getitem__)
@@ -154,7 +151,7 @@ def _unsqueeze(x: Any, dim: int) -> Tensor:
 @rule(torch.squeeze, Tensor.squeeze)
 def _squeeze(x: Any, dim: Any = None) -> Tensor:
     dims = [d for d in dims_of(x, dim) if x.size(d) == 1 and d not in x.axes]
-    return wrap(x._local.squeeze(dims), left_of(x, dims, False))
+    return wrap(x._local.squeeze(dims), remaining_axes(x, dims, False))
 
 
 @rule(torch.permute, Tensor.permute)
@@ -185,7 +182,7 @@ def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int], reshape: Ca
         sizes[sizes.index(-1)] = x.numel() // rest if rest else 0
     if math.prod(sizes) != x.numel():
         raise RuntimeError(f"{function}: shape {list(shape)} is invalid for input of size {x.numel()}")
-    axes: dict[int, Axis] = {}
+    axes: Axes = {}
     for d, axis in x.axes.items():
         before = math.prod(x.shape[:d])
         places = [e for e, n in enumerate(sizes) if n == axis.size and math.prod(sizes[:e]) == before]

@@ -1,0 +1,188 @@
+"""Statistics of the whole image, and what is normalized by them.
+
+The mean of the parts' variances is not the whole's variance, so parts are merged by Chan, Golub and LeVeque, "Updating
+Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), in float64. In backward, the two sums that the
+input's gradient needs are summed over all parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import functional
+from ..lean import in_lean
+from .axis import Executors
+from .parts import alias, all_parts, all_sum, precise, shared, summed
+from .rules import refuse
+
+
+class Moments(NamedTuple):
+    """Of all parts, without autograd history."""
+
+    mean: Tensor
+    var: Tensor
+    """Biased."""
+    number: int
+    """Of values that each mean is taken over."""
+
+
+def moments(x: Tensor, dims: Sequence[int], executors: Executors) -> Moments:
+    """Over these dimensions of all parts; they are kept, with size 1."""
+    x = x.detach()
+    var, mean = torch.var_mean(x.to(precise(x.dtype)), list(dims), correction=0, keepdim=True)
+    count = math.prod(x.size(d) for d in dims)
+    found = torch.stack([mean.double(), var.double() * count, torch.full_like(mean, count, dtype=torch.float64)])
+    means, squares, counts = all_parts(found, executors).unbind(1)
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
+    return Moments(mean, squares / total, int(total.flatten()[0]))
+
+
+class _Normalized(Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias, with moments of all parts over `dims`.
+
+    Saves the part, the parameters and the moments. weight and bias, if given, have x's dimensions (1 where they
+    broadcast), and get the gradient of all parts.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, count: int,
+        dims: tuple[int, ...], eps: float, executors: Executors,
+    ) -> Tensor:  # fmt: skip
+        dtype = precise(x.dtype)
+        rstd = (var + eps).rsqrt().to(dtype)
+        mean = mean.to(dtype)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.given = count, dims, eps, executors
+        y = (x - mean).mul_(rstd)
+        if weight is not None:
+            y.mul_(weight.to(dtype))
+        if bias is not None:
+            y.add_(bias.to(dtype))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        count, dims, _, executors = ctx.given
+        if torch.is_grad_enabled():
+            return (
+                *_gradients_with_history(grads[0], (x, weight, bias), ctx.needs_input_grad, *ctx.given),
+                *[None] * 6,
+            )
+        dtype = mean.dtype
+        grad = grads[0].to(dtype)
+        normed = (x - mean).mul_(rstd)
+        given = weight if weight is not None else bias
+        over = () if given is None else tuple(d for d in range(x.dim()) if given.size(d) == 1)
+        sums = []
+        if given is not None:
+            sums = [(grad * normed).sum(over, keepdim=True), grad.sum(over, keepdim=True)]
+        if over == dims:  # as in a batch norm: the input's gradient needs the same sums as the parameters'
+            moved = [s if weight is None else s * weight for s in sums]
+        else:
+            scaled = grad if weight is None else grad * weight
+            moved = [(scaled * normed).sum(dims, keepdim=True), scaled.sum(dims, keepdim=True)]
+        sums = moved + sums
+        flat = all_sum(torch.cat([s.flatten() for s in sums]), executors)
+        found = [part.view_as(s) for part, s in zip(flat.split([s.numel() for s in sums]), sums, strict=True)]
+        gx = None
+        if ctx.needs_input_grad[0]:
+            gx = grad * weight if weight is not None else grad.clone()
+            gx = gx.sub_(found[1] / count).sub_(normed.mul_(found[0] / count)).mul_(rstd).to(x.dtype)
+        gw = found[2].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        gb = found[3].to(bias.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        return gx, gw, gb, *[None] * 6
+
+
+def _gradients_with_history(
+    grad: Tensor, given: tuple[Any, ...], needed: Sequence[bool], count: int, dims: tuple[int, ...], eps: float,
+    executors: Executors,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients that can be differentiated again: autograd's own, of the same formula."""
+    x, weight, bias = given
+    mean = summed(x.sum(dims, keepdim=True), executors) / count
+    centred = x - shared(mean, executors)
+    var = summed(centred.square().sum(dims, keepdim=True), executors) / count
+    y = centred * shared((var + eps).rsqrt(), executors)
+    if weight is not None:
+        y = y * shared(weight, executors)
+    if bias is not None:
+        y = y + shared(bias, executors)
+    wanted = [t for t, n in zip(given, needed, strict=False) if n and t is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True, allow_unused=True))
+    return [next(found) if n and t is not None else None for t, n in zip(given, needed, strict=False)]
+
+
+class _Corrected(Function):
+    """x unchanged, for a norm that treats the moments as constants. In backward, adds what the moments contribute.
+
+    So the norm can be batch norm in eval mode, whose output is computed again in backward, and x is saved only once.
+    With h the gradient that arrives, already multiplied by the norm's scale, the gradient of x is
+    h - mean(h) - normed * mean(h * normed), with means over all parts.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: int, dims: tuple[int, ...], executors: Executors
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, rstd)
+        ctx.given = count, dims, executors
+        return alias(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            why = "norms of converted models on parts have no second derivative here"
+            raise refuse("create_graph=True", why, ctx.given[-1][0].advice)
+        x, mean, rstd = ctx.saved_tensors
+        count, dims, executors = ctx.given
+        grad = grads[0].to(mean.dtype)
+        normed = (x - mean).mul_(rstd)
+        sums = torch.stack([grad.sum(dims, keepdim=True), (grad * normed).sum(dims, keepdim=True)])
+        shift, scale = all_sum(sums, executors).div_(count).unbind(0)
+        return (grad - normed.mul_(scale).add_(shift)).to(x.dtype), None, None, None, None, None
+
+
+def _normalize_lean(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: tuple[int, ...], eps: float, executors: Executors,
+    found: Moments,
+) -> Tensor:  # fmt: skip
+    """As a batch norm in eval mode, whose output is not kept for backward.
+
+    x: (N, C, ...), or (N, G, C / G, ...) with a mean for each sample and group; weight, bias: (C,).
+    """
+    dtype = precise(x.dtype)
+    mean, var = found.mean.to(dtype), found.var.to(dtype)
+    given = _Corrected.apply(x, mean, (var + eps).rsqrt(), found.number, dims, executors) if x.requires_grad else x
+    weight, bias = (None if t is None else shared(t, executors) for t in (weight, bias))
+    if 0 in dims:
+        return functional.batch_norm(given, mean.flatten(), var.flatten(), weight, bias, False, 0.0, eps)
+    # The channels of all samples, as the channels of one.
+    flat = given.flatten(0, 2).unsqueeze(0)
+    mean, var = (t.expand(*x.shape[:3], *t.shape[3:]).reshape(-1) for t in (mean, var))
+    weight, bias = (None if t is None else t.repeat(x.size(0)) for t in (weight, bias))
+    return functional.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], dims: tuple[int, ...], eps: float,
+    executors: Executors, found: Moments | None = None,
+) -> Tensor:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias, with the moments of all parts over `dims`.
+
+    weight, bias: the same for every part; `shape` is what they are viewed as, to broadcast against x.
+    """
+    found = found or moments(x, dims, executors)
+    if in_lean() and torch.is_grad_enabled() and (0 in dims or (shape and (x.size(0) == 1 or x.is_contiguous()))):
+        return _normalize_lean(x, weight, bias, dims, eps, executors, found)
+    weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+    return _Normalized.apply(x, weight, bias, *found, dims, eps, executors)

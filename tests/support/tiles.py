@@ -1,0 +1,137 @@
+"""A second executor of spatial rules: one process, no ranks. A call is computed tile by tile from a stored tensor.
+
+For each tile of the result the call is first made on shapes alone (meta tensors), to learn which range of the input it
+reads. Then it is made on that range. Where it needs a value of all tiles it is broken off, and all tiles are begun
+again when each of them has given its value. Without gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from patchconv_native.spatial import Axis, Range, SpatialTensor, Wanted
+
+Tile = tuple[Range, ...]
+Answers = list[dict[Tile, Tensor]]
+
+
+class NeedsAllTiles(Exception):
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@dataclass
+class Asked:
+    """What one call for one tile has asked for. answers: each tile's values, for every question that all have asked."""
+
+    tile: Tile
+    answers: Answers
+    first: bool
+    reads: dict[int, Range] = field(default_factory=dict)
+    questions: int = 0
+
+
+@dataclass
+class Ranges:
+    """`spatial.Fetch`: the input's range holds all that is wanted."""
+
+    result: Tensor
+    dim: int
+    complete: bool = True
+
+    def rows(self, low: int, high: int) -> Tensor:
+        return self.result.narrow(self.dim, low, high - low)
+
+    def finish(self) -> Tensor:
+        return self.result
+
+
+@dataclass
+class Along:
+    """`spatial.Executor` of the cut dimension of this place among the cut dimensions."""
+
+    asked: Asked
+    place_of: int
+    advice: str = ""
+
+    @property
+    def updates_buffers(self) -> bool:
+        return self.asked.first
+
+    def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:
+        begin, end = self.asked.tile[self.place_of]
+        return Axis(axis.name, (0, begin, end, size), 1, self)
+
+    def fetch(
+        self, x: Tensor, dim: int, axis: Axis, wanted: Wanted, pads: tuple[int, int] = (0, 0), fill: float = 0.0,
+        fresh: bool = False,
+    ) -> Ranges:  # fmt: skip
+        ranges = wanted[axis.index]
+        self.asked.reads[self.place_of] = min(a for a, _ in ranges), max(b for _, b in ranges)
+        parts = [x.narrow(dim, a - axis.range[0], b - a) for a, b in ranges]
+        shapes = [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in pads]
+        return Ranges(torch.cat([x.new_full(shapes[0], fill), *parts, x.new_full(shapes[1], fill)], dim), dim)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.stack(values[None]).sum(0)
+
+    def stack(self, values: Tensor) -> Tensor:
+        """Of the tiles that lie beside this one along this dimension."""
+        asked, place = self.asked, self.place_of
+        number, asked.questions = asked.questions, asked.questions + 1
+        if number == len(asked.answers):
+            raise NeedsAllTiles(values)
+        others = asked.tile[:place], asked.tile[place + 1 :]
+        return torch.cat([v for t, v in asked.answers[number].items() if (t[:place], t[place + 1 :]) == others])
+
+
+def _call(module: nn.Module, image: Tensor, box: Sequence[Range], dims: Sequence[int], asked: Asked) -> Tensor:
+    axes = {}
+    for place, (d, (begin, end)) in enumerate(zip(dims, box, strict=True)):
+        axes[d] = Axis("NCHW"[d], (0, begin, end, image.size(d)), 1, Along(asked, place))
+        image = image.narrow(d, begin, end - begin)
+    return module(SpatialTensor.from_local(image, axes))
+
+
+def _box(shapes: nn.Module, image: Tensor, tile: Tile, dims: Sequence[int]) -> list[Range]:
+    """What a tile reads. Where nothing is fetched along a dimension, the tile's own range."""
+    asked = Asked(tile, [], False)
+    with contextlib.suppress(NeedsAllTiles):  # it has asked for its ranges by then
+        _call(shapes, image.to("meta"), [(0, image.size(d)) for d in dims], dims, asked)
+    return [asked.reads.get(place, tile[place]) for place in range(len(dims))]
+
+
+@torch.no_grad()
+def by_tiles(module: nn.Module, image: Tensor, cuts: dict[int, Sequence[int]]) -> Tensor:
+    """module(image), of a module that makes one call. cuts: for each cut dimension, where the result's tiles begin."""
+    tiles = list(itertools.product(*(itertools.pairwise(places) for places in cuts.values())))
+    shapes = copy.deepcopy(module).to("meta")
+    boxes = {tile: _box(shapes, image, tile, list(cuts)) for tile in tiles}
+    answers: Answers = []
+    while True:
+        values, parts = {}, {}
+        for tile, box in boxes.items():
+            try:
+                parts[tile] = _call(module, image, box, list(cuts), Asked(tile, answers, tile == tiles[0]))
+            except NeedsAllTiles as needs:
+                values[tile] = needs.value
+        if not values:
+            break
+        answers.append(values)
+    result = parts[tiles[0]]
+    if not isinstance(result, SpatialTensor):
+        return result  # the same for every tile
+    whole = torch.full(result.shape, torch.nan, dtype=result.dtype)
+    for part in parts.values():
+        where = [slice(None)] * whole.dim()
+        for d, axis in part.axes.items():
+            where[d] = slice(*axis.range)
+        whole[tuple(where)] = part.to_local()
+    return whole
