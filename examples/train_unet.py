@@ -1,8 +1,8 @@
 """Trains a U-Net on images that do not fit: convert, checkpoint by hand, or let the planner choose.
 
-    python train_unet.py --side 512 --budget 1GiB      # pc.plan chooses what to turn on
-    python train_unet.py --side 512 --checkpoint       # the blocks are checkpoints, the rest is converted
-    python train_unet.py --side 512 --stock            # PyTorch as it is
+python train_unet.py --side 512 --budget 1GiB      # pc.plan chooses what to turn on
+python train_unet.py --side 512 --checkpoint       # the blocks are checkpoints, the rest is converted
+python train_unet.py --side 512 --stock            # PyTorch as it is
 """
 
 import argparse

@@ -325,7 +325,9 @@ def test_a_fresh_process_that_fails() -> None:
     with pytest.raises(RuntimeError, match="of its own accord"):
         measure.in_fresh_process("tests.bench.test_bench:fail", how="otherwise")
     given = {"workspace": 1, "result": 1}
-    assert measure.in_fresh_process("tests.bench.test_bench:known_peak", timeout=0.1, **given) == {"error": "not done in 0 s"}
+    assert measure.in_fresh_process("tests.bench.test_bench:known_peak", timeout=0.1, **given) == {
+        "error": "not done in 0 s"
+    }
 
 
 def test_the_checks_notice_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
