@@ -22,6 +22,7 @@ from . import (
     report_memory,
     report_spatial,
     report_tune,
+    report_whole_models,
     report_xray,
 )
 from .measure import GIB, MIB, RESULTS
@@ -297,6 +298,12 @@ def _in_sections(data: dict[str, Any], title: str, sections: Callable[..., Itera
     return "\n".join([heading(data, title), *parts])
 
 
+def whole_models(data: dict[str, Any]) -> str:
+    tables = _in_sections(data, "Whole models: memory of a call", report_whole_models.sections)
+    first, _, rest = tables.partition("\n## ")
+    return f"{first}\n{report_whole_models.TEXT}\n## {rest}"
+
+
 def article(data: dict[str, Any]) -> str:
     return _in_sections(data, "The memory log of a ResNet-18, and a smaller peak", report_article.sections)
 
@@ -400,6 +407,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lean_speed": lean_speed,
     "checkpointing": checkpointing,
     "article": article,
+    "whole_models": whole_models,
     "memory_trace": memory_trace,
     "spatial": spatial,
     "xray": xray,
