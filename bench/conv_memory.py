@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from . import cases, measure, report
+from . import cases, measure, report, tables
 from .cases import OURS, PATCH_CONV, STOCK, Case
 
 BOUND = 96 * measure.MIB
@@ -82,17 +82,10 @@ def _line(row: dict[str, Any]) -> str:
     head = f"{row['name']:<36} {row['layout']:<14} {row['pass']:<6} {row['implementation']:<11}"
     if "error" in row:
         return f"{head} {row['error']}"
-    verdict = f"  bound {BOUND // measure.MIB} MiB: {report.verdict(row['pass_bound'])}" if "pass_bound" in row else ""
+    verdict = f"  bound {BOUND // measure.MIB} MiB: {tables.verdict(row['pass_bound'])}" if "pass_bound" in row else ""
     tiles = f"{row['tiles']} tiles" if row["path"] == "tiled" else "stock"
     return f"{head} {row['workspace'] / measure.MIB:8.1f} MiB  {row['seconds']:7.2f} s  {tiles}{verdict}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = measure.parser(__doc__).parse_args(argv)
-    path = measure.write_results(measure_all(arguments.size), measure.folder(arguments))
-    report.render(path)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.script(__doc__, measure_all))
