@@ -26,6 +26,7 @@ SCRIPTS = (
     "conv_memory",
     "conv_speed",
     "article",
+    "whole_models",
     "memory_trace",
     "spatial",
 )

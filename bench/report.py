@@ -24,6 +24,7 @@ from . import (
     report_lean,
     report_memory,
     report_spatial,
+    report_whole_models,
     report_xray,
     tables,
 )
@@ -54,6 +55,7 @@ REPORTS = {
     "article": Report(
         "The memory log of a ResNet-18, and a smaller peak", report_article.sections, report_article.figure
     ),
+    "whole_models": Report("Whole models: memory of a call", report_whole_models.sections),
     "memory_trace": Report("Traces, predictions and plans, on the CPU", report_memory.sections),
     "spatial": Report("One image on several ranks", report_spatial.sections, report_spatial.figure),
     "xray": Report("A DenseNet on large pictures, on several ranks", report_xray.sections, report_xray.figure),

@@ -1,0 +1,53 @@
+"""The tables of what bench.whole_models measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from .tables import Row, Section, mib, spread
+
+TITLES = {
+    "stock": "stock",
+    "channels_last": "stock, channels_last",
+    "convert": "`pc.convert(model)`",
+    "functional": "`pc.convert(model, functional=True)`",
+    "functional, channels_last": "`pc.convert(model, functional=True)`, channels_last",
+    "diffusers' tiling": "diffusers' `enable_tiling()`, stock",
+    "torch checkpoints": "torch.utils.checkpoint around the blocks, stock",
+    "pc checkpoints": "`pc.checkpoint_modules` of the blocks",
+    "functional, pc checkpoints": "`pc.convert(model, functional=True)` and `pc.checkpoint_modules`",
+    "plan": "`pc.plan`",
+}
+TEXT = (
+    "Float32, random weights, batch 1 unless noted. Peak: the most that torch allocates in a call above what was there "
+    "before it (parameters, input), without the result; gradients count. Process: how far the process's resident "
+    "memory grew in the same call, the C library's heap included. A training step is the mean square of the outputs, "
+    "backward and SGD. Error: root mean square of the difference from stock's "
+    "result, and its largest element, in units of the result's own; zero is the same bits. Gradients of converted "
+    "models are compared in lean_error.md."
+)
+
+
+def sections(data: Row) -> Iterator[Section]:
+    yield Section(TEXT)
+    for what, group in itertools.groupby(data["rows"], key=lambda row: row["what"]):
+        rows = list(group)
+        notes = [f"{TITLES[row['form']]}: {row['note']}." for row in rows if row.get("note")]
+        head = ["form", "peak, MiB", "of stock's", "process, MiB", "of stock's"]
+        head += ["error, rms", "error, most"] * ("error" in rows[0]) + ["ms", "of stock's"] * ("ms" in rows[0])
+        yield Section(" ".join(notes), head, [_line(row, rows[0]) for row in rows], what)
+
+
+def _line(row: Row, stock: Row) -> list[str]:
+    line = [TITLES[row["form"]]]
+    if "peak" not in row:
+        return [*line, row["error"]]
+    for key in ("peak", "process"):
+        line += [mib(row[key]), f"{row[key] / stock[key]:.2f}"]
+    if "error" in row:
+        line += [f"{row['error'][key]:.1e}" for key in ("rms", "most")]
+    if "ms" in row:
+        ratio = row["ratio"] or {"median": 1, "least": 1, "most": 1}
+        line += [spread(row["ms"], 0), spread(ratio)]
+    return line
