@@ -15,6 +15,8 @@ import sys
 import time
 from typing import Any
 
+from patchconv_native.demo.measure import available_memory
+
 from . import cases, measure, report, tables
 from .cases import OURS, PATCH_CONV, STOCK, Case
 
@@ -65,7 +67,7 @@ def measure_all(size: str) -> dict[str, Any]:
         row |= {"input_bytes": case.input_bytes, "output_bytes": case.output_bytes}
         if implementation == PATCH_CONV and measure.installed("patch_conv") is None:
             row["error"] = "not installed"
-        elif (need := case.bytes * 3) > measure.available_bytes():
+        elif (need := case.bytes * 3) > available_memory("cpu"):
             row["error"] = f"not run: up to {need / measure.GIB:.0f} GiB were not available"
         else:
             row |= measure.in_fresh_process(

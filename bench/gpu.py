@@ -32,9 +32,6 @@ import torch
 
 from . import conv_gpu, gpu_kernels, gpu_measure, measure, report, report_gpu
 
-# Seconds of the total that a part may take; what one leaves, the last (speed) gets.
-SHARES = {"tests": 150.0, "large": 20.0, "sanitizer": 48.0, "masks": 18.0, "norms": 30.0, "pools": 26.0,
-          "dropout": 11.0, "convs": 70.0, "memory": 40.0, "speed": 50.0}  # fmt: skip
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
 
@@ -152,15 +149,20 @@ def speed(run: Run) -> None:
     _measured(run, "speed")
 
 
-PARTS: dict[str, Callable[[Run], None]] = {
-    "tests": partial(tests, "tests"),
-    "large": partial(tests, "large"),
-    "sanitizer": sanitizer,
-    **{section: partial(kernels, section) for section in gpu_kernels.SECTIONS},
-    "convs": convs,
-    "memory": memory,
-    "speed": speed,
+# What there is to do, and seconds of the total that it may take; what one leaves, the last gets.
+PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
+    "tests": (partial(tests, "tests"), 150.0),
+    "large": (partial(tests, "large"), 20.0),
+    "sanitizer": (sanitizer, 48.0),
+    "masks": (partial(kernels, "masks"), 18.0),
+    "norms": (partial(kernels, "norms"), 30.0),
+    "pools": (partial(kernels, "pools"), 26.0),
+    "dropout": (partial(kernels, "dropout"), 11.0),
+    "convs": (convs, 70.0),
+    "memory": (memory, 40.0),
+    "speed": (speed, 50.0),
 }
+TOTAL = sum(seconds for _, seconds in PARTS.values())
 
 
 def _finished(command: list[str], seconds: float, environment: Any = None) -> tuple[str, int | None]:
@@ -181,8 +183,8 @@ def run_all(arguments: argparse.Namespace) -> int:
     run = Run(arguments)
     run.path.unlink(missing_ok=True)  # of an earlier run: parts of two runs are not mixed
     failed = []
-    for part in PARTS:
-        share = SHARES[part] * arguments.budget / sum(SHARES.values())
+    for part, (_, share) in PARTS.items():
+        share *= arguments.budget / TOTAL
         seconds = run.left() if part == "speed" else min(share, run.left())
         if seconds <= 1:
             failed.append(part)
@@ -213,11 +215,11 @@ def main(argv: list[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return 1
     if arguments.budget is None:
-        arguments.budget = SHARES[arguments.only] if arguments.only else sum(SHARES.values())
+        arguments.budget = PARTS[arguments.only][1] if arguments.only else TOTAL
     if arguments.only is None:
         return run_all(arguments)
     run = Run(arguments)
-    PARTS[arguments.only](run)
+    PARTS[arguments.only][0](run)
     run.save()
     report.render(run.path)
     bad = arguments.only in TESTS and not run.data[arguments.only]["passed"]

@@ -7,6 +7,7 @@ code, which tests the tests.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,16 @@ from torch import Tensor
 
 import patchconv_native as pc
 from support.checks import UNIT
+from support.pairs import FULL
+from support.seeds import DEVICES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CONTENTS = ("noise", "ramp", "steps", "spike")
+
+
+def some(values: Sequence[Any]) -> list[Any]:
+    """All of them where there is a GPU and under `make check`, else every third: the CPU only tests the tests."""
+    return list(values)[:: 1 if FULL or "cuda" in DEVICES else 3]
 
 
 def native(device: str) -> contextlib.AbstractContextManager[Any]:
