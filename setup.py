@@ -18,13 +18,14 @@ import hashlib
 import json
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from setuptools import setup
 from setuptools.command.build import build
@@ -40,14 +41,17 @@ except ModuleNotFoundError:
     ) from None
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # pip runs this file without its folder on the path
-
-from bench.cuda_toolkit import Toolkit, cudart_library, find_toolkit, nvidia_packages  # noqa: E402
-
 NAME = "patchconv_native"
 VERSION = "0.1.0"  # CMakeLists.txt reads this line
 # A source distribution is for every torch, so neither its version nor its requirements name one.
 SDIST = "sdist" in sys.argv
+
+if TYPE_CHECKING:
+    from patchconv_native._cuda_toolkit import Toolkit, cudart_library, find_toolkit, nvidia_packages
+else:  # by its path: importing the package would load the library, which is not built yet
+    finder = runpy.run_path(str(ROOT / NAME / "_cuda_toolkit.py"))
+    cudart_library, find_toolkit = finder["cudart_library"], finder["find_toolkit"]
+    nvidia_packages = finder["nvidia_packages"]
 
 
 # --------------------------------------------------------------------------------------------------------
@@ -135,9 +139,8 @@ def extension() -> Any:
     options: dict[str, Any] = {
         "name": f"{NAME}._C",
         "sources": read_sources(cuda=toolkit is not None or SDIST),
-        # Neither headers nor the module imported above are sources, but a source distribution must carry them.
-        "depends": [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.is_file()]
-        + ["bench/__init__.py", "bench/cuda_toolkit.py"],
+        # Headers are not sources, but a source distribution must carry them.
+        "depends": [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").rglob("*")) if p.is_file()],
         "include_dirs": [str(ROOT / "csrc"), str(ROOT / "csrc" / "ops")],
         "define_macros": [("PATCHCONV_VERSION", f'"{full_version}"')],
         "extra_link_args": ["-fopenmp"],

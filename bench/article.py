@@ -29,7 +29,7 @@ import patchconv_native as pc
 from patchconv_native.memory import MemoryReport, words
 from patchconv_native.planner import Strategy
 
-from . import measure, report
+from . import measure, report, tables
 from .measure import MIB
 
 # Blocks a stage, batch and side that are predicted, batch that is measured on the CPU, seconds of timing.
@@ -248,7 +248,7 @@ def measure_all(size: str) -> dict[str, Any]:
         data["rows"].append(row)
         print(
             f"{form:<28} predicted, batch {batch}: {row['peak'] / MIB:6.0f} MiB, {row['ratio']:.3f} of the baseline "
-            f"(target {TARGET}: {report.verdict(row['met'])})",
+            f"(target {TARGET}: {tables.verdict(row['met'])})",
             flush=True,
         )
     devices = {"cpu": small} | ({"cuda": batch} if here() == "cuda" else {})
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.log is not None:
         write_log(arguments.log, arguments.form, arguments.size)
         return 0
-    report.render(measure.write_results(measure_all(arguments.size), measure.folder(arguments)))
+    report.store(measure_all(arguments.size), arguments)
     return 0
 
 

@@ -7,6 +7,7 @@ by. Bytes and floating-point operations follow from the shape; times and memory 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +20,13 @@ LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last
 PASSES = ("fprop", "dgrad", "wgrad", "backward")
 STOCK, PATCH_CONV, OURS = "stock", "patch_conv", "ours"
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-CONTENTS = ("noise", "ramp", "steps", "spike")
+
+
+def backend(name: str, device: str) -> contextlib.AbstractContextManager[Any]:
+    """The package's backend on a GPU; the default on the CPU, where the project's kernels are not."""
+    import patchconv_native as pc
+
+    return pc.backend(name if device == "cuda" else "auto")
 
 
 @dataclass(frozen=True)
@@ -198,18 +205,3 @@ GPU = {
     ],
     "tiny": [Case(8, 8, 40, 40, 3, "bfloat16"), Case(8, 8, 40, 40, 7, "float16")],
 }
-
-
-def contents(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
-    """What tensors of the checks hold."""
-    if kind == "noise":
-        return torch.randn(shape, generator=generator)
-    if kind == "spike":
-        values = torch.zeros(shape)
-        values.view(-1)[values.numel() // 3] = 1
-        return values
-    place = sum(
-        (axis + 1) * torch.arange(size).view([-1] + [1] * (len(shape) - axis - 1)) for axis, size in enumerate(shape)
-    )
-    assert isinstance(place, Tensor)
-    return place / 8 - 3 if kind == "ramp" else (place % 5 < 2).float()

@@ -9,13 +9,10 @@ running statistics are, after one step, from those of a naive step in float64.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 import patchconv_native as pc
 
 from . import measure, report
+from .launch import launch
 from .measure import MIB
 from .resnet import training_step
 
@@ -144,40 +142,34 @@ def all_errors(**shape: int) -> dict[str, Any]:
     return {form: errors(form, **shape) for form in FORMS}
 
 
-def rank_of_ddp(rank: int, folder: str, what: str, depth: int, batch: int, side: int, rounds: int) -> None:
-    """In one of the processes: the peak of a form's step (what: its name), or times of all (what: "times")."""
+def in_ddp(jobs: list[dict[str, Any]]) -> list[Any]:
+    """On one rank: the peak of a form's step, or the seconds of all forms' steps, for each job."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    try:
-        x = pictures(batch // RANKS, side, rank)
+    found: list[Any] = []
+    for job in jobs:
+        x = pictures(job["batch"] // RANKS, job["side"], dist.get_rank())
         steps = {}
-        for form in FORMS if what == "times" else [what]:
-            model = nn.parallel.DistributedDataParallel(network(form, depth))
-            steps[form] = training_step(model, x)
+        for form in FORMS if job["what"] == "times" else [job["what"]]:
+            steps[form] = training_step(nn.parallel.DistributedDataParallel(network(form, job["depth"])), x)
             steps[form]()
-        found: Any = None
-        if what == "times":
-            found = {form: [] for form in FORMS}
-            for _ in range(rounds):
-                for form, step in steps.items():
-                    dist.barrier()
-                    start = time.perf_counter()
-                    step()
-                    dist.barrier()
-                    found[form].append(time.perf_counter() - start)
-        else:
+        if job["what"] != "times":
             dist.barrier()
-            found = measure.peak_of(steps[what]).above
-        Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+            found.append(measure.peak_of(steps[job["what"]]).above)
+            continue
+        found.append({form: [] for form in FORMS})
+        for _ in range(job["rounds"]):
+            for form, step in steps.items():
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                dist.barrier()
+                found[-1][form].append(time.perf_counter() - start)
+    return found
 
 
-def under_ddp(what: str, **arguments: int) -> dict[str, Any]:
-    """What each rank found."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_of_ddp, args=(folder, what, *arguments.values()), nprocs=RANKS)
-        return {"ranks": [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(RANKS)]}
+def under_ddp(what: str, **arguments: int) -> list[Any]:
+    """What each rank found, in new processes."""
+    return [found[0] for found in launch([{"what": what} | arguments], RANKS, 300.0, "bench.checkpointing:in_ddp")]
 
 
 def measure_all(size: str) -> dict[str, Any]:
@@ -190,7 +182,7 @@ def measure_all(size: str) -> dict[str, Any]:
 
     wrong = run("all_errors", **shape | {"batch": min(batch, 8)})
     timed = run("times", **shape, seconds=seconds)
-    ddp = run("under_ddp", what="times", **shape, rounds=rounds)["ranks"]
+    ddp = under_ddp("times", **shape, rounds=rounds)
     # A step is over when both ranks are.
     both = {form: [max(pair) for pair in zip(*(rank[form] for rank in ddp), strict=True)] for form in FORMS}
     in_turn = measure.Paired(both).facts("naive")
@@ -199,7 +191,7 @@ def measure_all(size: str) -> dict[str, Any]:
         row |= {"ms": timed["ms"][form], "ratio": timed["ratio"].get(form), "rounds": timed["rounds"]}
         row["errors"] = wrong[form]
         row["ddp"] = {
-            "peaks": run("under_ddp", what=form, **shape, rounds=0)["ranks"],
+            "peaks": under_ddp(form, **shape),
             "ms": in_turn["ms"][form], "ratio": in_turn["ratio"].get(form), "rounds": rounds,
         }  # fmt: skip
         data["rows"].append(row)

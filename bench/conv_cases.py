@@ -17,6 +17,8 @@ from .measure import GIB
 
 DTYPES = {"bfloat16": torch.bfloat16, "tf32": torch.float32}
 PASSES = ("fprop", "dgrad", "wgrad")
+NATIVE, AUTO = "ours, native", "ours, auto"  # sides
+AT_MOST = ("memory_mib", "peak_gib", "error")  # targets that are bounds from above
 # What an H100 reaches, measured by others (bench/NOTES.md): TFLOP/s of products and TB/s of a copy.
 REFERENCE = {"bfloat16": 798e12, "tf32": 399e12, "bytes": 3.0e12}
 
@@ -185,7 +187,7 @@ def _in_all(wanted: list[ConvJob]) -> Iterator[ConvJob]:
 
 
 def targets(job: ConvJob, pass_: str) -> dict[str, float]:
-    """What is asked of the project's kernel, and of what "auto" takes. Names are columns of report_convs."""
+    """What is asked of the project's kernel, and of what "auto" takes. Names are titles in report_gpu."""
     asked = {"memory_mib": 64.0, "error": 1.1, "auto_of_rival": 0.95}
     if pass_ != "fprop":
         return asked

@@ -16,9 +16,8 @@ from torch import Tensor
 
 import patchconv_native as pc
 
-from .cases import UNIT
+from .cases import UNIT, backend
 from .conv_cases import ConvJob
-from .correct_kernels import Found, native
 
 MARKS = (2**31, 2**32)
 
@@ -126,8 +125,10 @@ def at(result: Tensor, where: list[tuple[int, ...]] | list[Any]) -> Tensor:
 LARGE = {"2^31": 11648, "2^32": 16448}  # sides of squares with 16 channels
 
 
-def probe_large(device: str, layout: str, side: int, channels: int = 16, groups: int = 1) -> Found:
-    """Forward, both gradients and their places near the marks, bfloat16, by the project's kernels."""
+def probe_large(device: str, layout: str, side: int, channels: int = 16, groups: int = 1) -> tuple[float, str]:
+    """Forward, both gradients and their places near the marks, bfloat16, by the project's kernels: the largest error in
+    units of its bound, and what was wrong.
+    """
     job = ConvJob("large", channels, channels, side, side, 3, groups=groups, layout=layout)
     where = places(job.input_size, layout)
     worst, wrong = 0.0, []
@@ -141,7 +142,7 @@ def probe_large(device: str, layout: str, side: int, channels: int = 16, groups:
             wrong.append(f"{name}: error {ratio:.3g} times its bound")
 
     x, weight, _ = job.tensors(device)
-    with native(device):
+    with backend("native", device):
         with torch.no_grad():
             y = pc.functional.conv2d(x, weight, None, 1, job.padding, 1, groups)
         judged("output", at(y, where), forward(job, x, weight, None, where))

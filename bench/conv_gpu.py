@@ -22,14 +22,13 @@ import patchconv_native as pc
 
 from . import conv_cases, conv_errors, conv_rivals, measure
 from .cases import UNIT
-from .conv_cases import DTYPES, PASSES, ConvJob, peak_gib, targets
-from .conv_rivals import AUTO, NATIVE, OURS, STOCK, Call
+from .conv_cases import AT_MOST, AUTO, DTYPES, NATIVE, PASSES, ConvJob, peak_gib, targets
+from .conv_rivals import OURS, STOCK, Call
 from .gpu_measure import Deadline, Save, Timer, first_line, guarded
 from .measure import GIB, MIB, Spread
 
 SECONDS = {"full": 0.1, "tiny": 0.0}  # of one of the two visits to a way
 AHEAD = 12  # jobs: three cases in both types and layouts
-AT_MOST = ("memory_mib", "peak_gib", "error")  # targets that are bounds from above
 PROBES = [(mark, layout, groups) for mark in conv_errors.LARGE for layout in ("NCHW", "channels_last")
           for groups in (1, 16)]  # fmt: skip
 

@@ -15,7 +15,9 @@ import sys
 import time
 from typing import Any
 
-from . import cases, measure, report
+from patchconv_native.demo.measure import available_memory
+
+from . import cases, measure, report, tables
 from .cases import OURS, PATCH_CONV, STOCK, Case
 
 BOUND = 96 * measure.MIB
@@ -65,7 +67,7 @@ def measure_all(size: str) -> dict[str, Any]:
         row |= {"input_bytes": case.input_bytes, "output_bytes": case.output_bytes}
         if implementation == PATCH_CONV and measure.installed("patch_conv") is None:
             row["error"] = "not installed"
-        elif (need := case.bytes * 3) > measure.available_bytes():
+        elif (need := case.bytes * 3) > available_memory("cpu"):
             row["error"] = f"not run: up to {need / measure.GIB:.0f} GiB were not available"
         else:
             row |= measure.in_fresh_process(
@@ -82,17 +84,10 @@ def _line(row: dict[str, Any]) -> str:
     head = f"{row['name']:<36} {row['layout']:<14} {row['pass']:<6} {row['implementation']:<11}"
     if "error" in row:
         return f"{head} {row['error']}"
-    verdict = f"  bound {BOUND // measure.MIB} MiB: {report.verdict(row['pass_bound'])}" if "pass_bound" in row else ""
+    verdict = f"  bound {BOUND // measure.MIB} MiB: {tables.verdict(row['pass_bound'])}" if "pass_bound" in row else ""
     tiles = f"{row['tiles']} tiles" if row["path"] == "tiled" else "stock"
     return f"{head} {row['workspace'] / measure.MIB:8.1f} MiB  {row['seconds']:7.2f} s  {tiles}{verdict}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = measure.parser(__doc__).parse_args(argv)
-    path = measure.write_results(measure_all(arguments.size), measure.folder(arguments))
-    report.render(path)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report.script(__doc__, measure_all))

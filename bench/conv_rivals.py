@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from . import measure
-from .conv_cases import DTYPES, ConvJob
+from . import cases, measure
+from .conv_cases import AUTO, DTYPES, NATIVE, ConvJob
 
 Call = Callable[[], Any]
-NATIVE, AUTO = "ours, native", "ours, auto"
 STOCK, CUDNN, FRONT_END, PATCH_CONV, CUTLASS = (
     "stock", "cudnn_convolution_relu", "cudnn front end", "patch_conv", "CUTLASS",
 )  # fmt: skip
@@ -39,10 +38,8 @@ def fused(job: ConvJob, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def under(backend: str, call: Call, device: str) -> Call:
-    """On the CPU the project's kernels are not: there it is the default."""
-
     def run() -> Any:
-        with pc.backend(backend if device == "cuda" else "auto"):
+        with cases.backend(backend, device):
             return call()
 
     return run

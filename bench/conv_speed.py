@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import cases, measure, report
+from . import cases, measure, report, tables
 from .cases import OURS, PASSES, STOCK, Case
 
 AUTO, FORCED = "ours", "ours, splits=16"
@@ -65,7 +65,7 @@ def _line(row: dict[str, Any]) -> str:
         ratio = row["ratio"][side]
         parts.append(
             f"{side} {ratio['median']:.3f} [{ratio['least']:.2f}, {ratio['most']:.2f}] "
-            f"(target {target:.2f}: {report.verdict(row['met'][side])}; {row['paths'][side]})"
+            f"(target {target:.2f}: {tables.verdict(row['met'][side])}; {row['paths'][side]})"
         )
     return "  ".join(parts) + f"  {row['rounds']} rounds"
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, help="seconds a case, layout and pass")
     arguments = parser.parse_args(argv)
     data = measure_all(arguments.size, arguments.large_kernel, tuple(arguments.passes), arguments.budget)
-    report.render(measure.write_results(data, measure.folder(arguments)))
+    report.store(data, arguments)
     return 0
 
 

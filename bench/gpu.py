@@ -1,9 +1,9 @@
 """The one command for a machine with a GPU: `python -m bench.gpu` (what `make gpu` runs), under 8 minutes.
 
 Parts, each in a process of its own, so that none can end the others:
-  tests      the test suite's CUDA half
-  correct    every operator and its gradients against float64, and more than 2^31 elements (bench.correct)
-  sanitizer  compute-sanitizer over a few small cases, where the tool is on PATH: memcheck, racecheck of our kernels
+  tests      the tests that are marked cuda
+  large      those of them with more than 2^31 elements
+  sanitizer  compute-sanitizer over a few small ones, where the tool is on PATH: memcheck, racecheck of our kernels
   masks, norms, pools, dropout
              times of the memory-bound kernels beside stock's and a plain copy (bench.gpu_kernels)
   convs      convolutions with bias and ReLU, and gradients, beside every rival: time, memory, error (bench.conv_gpu)
@@ -30,11 +30,8 @@ from typing import Any
 
 import torch
 
-from . import conv_gpu, correct, gpu_kernels, gpu_measure, measure, report, report_convs, report_kernels
+from . import conv_gpu, gpu_kernels, gpu_measure, measure, report, report_gpu
 
-# Seconds of the total that a part may take; what one leaves, the last (speed) gets.
-SHARES = {"tests": 110.0, "correct": 60.0, "sanitizer": 48.0, "masks": 18.0, "norms": 30.0, "pools": 26.0,
-          "dropout": 11.0, "convs": 70.0, "memory": 40.0, "speed": 50.0}  # fmt: skip
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
 
@@ -66,22 +63,15 @@ class Run:
         self.data["missing"] = earlier + names
 
 
-def tests(run: Run) -> None:
-    """The tests whose device is CUDA. They find it by themselves."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--maxfail=20",
-        "-m",
-        "not large",
-        "-p",
-        "no:cacheprovider",
-    ]
-    if measure.installed("pytest-xdist"):
+PYTEST = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider"]
+TESTS = {"tests": "cuda and not large", "large": "cuda and large"}  # marks
+
+
+def tests(part: str, run: Run) -> None:
+    """Tests of the suite whose device is a GPU; on the CPU a few others, to try this."""
+    command = [*PYTEST, "-m", TESTS[part]] if run.device == "cuda" else [*PYTEST, "tests/build", "-k", "listed"]
+    if part == "tests" and measure.installed("pytest-xdist"):
         command += ["-n", str(min(8, os.cpu_count() or 1))]
-    command += ["-k", "cuda"] if run.device == "cuda" else ["tests/conv/test_reference.py"]
     seconds = run.left()
     output, code = _finished(command, seconds, os.environ | {"OMP_NUM_THREADS": "2"})
     lines = output.splitlines() or ["no output"]
@@ -90,29 +80,17 @@ def tests(run: Run) -> None:
     if code is None:
         reached = re.findall(r"\[ *(\d+)%\]", output)
         summary = f"not finished in {seconds:.0f} s, reached {reached[-1] if reached else 0} %"
-    run.data["tests"] = {"passed": code == 0, "summary": summary, "failed": failed[:40]}
-    print("\n".join([*failed, f"tests: {summary}"]), flush=True)
+    run.data[part] = {"passed": code == 0, "summary": summary, "failed": failed[:40]}
+    print("\n".join([*failed, f"{part}: {summary}"]), flush=True)
 
 
-def correctness(run: Run) -> None:
-    large = run.device == "cuda" and torch.cuda.mem_get_info()[0] > 20 * measure.GIB
-    found = correct.run(run.device, few=run.size == "tiny", budget=run.left(), large=large)
-    run.data["correct"] = found
-    if found["checked"] < found["of"]:
-        run.missing("correct", [f"correct: {found['of'] - found['checked']} checks"])
-    head = f"correct: {found['checked']} checks of {found['of']}, {len(found['failures'])} failures"
-    print(
-        "\n".join([head + f", largest error {found['worst']:.3f} of its bound", *found["failures"]]),
-        flush=True,
-    )
-
-
-# compute-sanitizer's tools, what they are given, and the share of the time left that each may take. A race can only be
-# in shared memory, and only in our own kernels is it ours to find.
-SANITIZERS: dict[str, tuple[list[str], list[str], float]] = {
-    "memcheck": ([], ["--only", "all"], 0.65),
-    "racecheck": (["--kernel-name", "kns=patchconv"], ["--only", "kernels"], 1.0),
+# compute-sanitizer's tools, their options, and the share of the time left that each may take. A race can only be in
+# shared memory, and only in our own kernels is it ours to find.
+SANITIZERS: dict[str, tuple[list[str], float]] = {
+    "memcheck": ([], 0.65),
+    "racecheck": (["--kernel-name", "kns=patchconv"], 1.0),
 }
+FEW = ["tests/cuda", "-m", "cuda and not large", "-k", "test_native and (test_dropout or (bfloat16 and noise))"]
 
 
 def sanitizer(run: Run) -> None:
@@ -124,9 +102,9 @@ def sanitizer(run: Run) -> None:
     # Without the caching allocator every tensor is an allocation of its own, whose bounds are then known.
     settings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     found: dict[str, dict[str, Any]] = {}
-    for name, (options, checks, share) in SANITIZERS.items():
-        command = [tool, "--tool", name, *options, "--error-exitcode", "99", sys.executable, "-m", "bench.correct"]
-        output, code = _finished([*command, "--device", "cuda", "--few", *checks], share * run.left(), settings)
+    for name, (options, share) in SANITIZERS.items():
+        command = [tool, "--tool", name, *options, "--error-exitcode", "99", *PYTEST, *FEW]
+        output, code = _finished(command, share * run.left(), settings)
         summary = next((line for line in output.splitlines() if "SUMMARY" in line), "no summary").strip("= ")
         if code is None:
             summary = "not finished in time"
@@ -143,16 +121,13 @@ def kernels(section: str, run: Run) -> None:
     run.data.setdefault("kernels", {})[section] = rows
     missing = gpu_kernels.measure_section(section, run.size, run.device, rows, run.save, run.left)
     run.missing(f"{section}:", missing)
-    for line in report_kernels.verdicts(rows):
-        print("  ".join(line), flush=True)
-    print(report_kernels.allocations(rows), flush=True)
+    print(report_gpu.kernel_targets(rows), report_gpu.allocations(rows), sep="\n", flush=True)
 
 
 def convs(run: Run) -> None:
     data = run.data["convs"] = {}
     run.missing("convs:", conv_gpu.measure_section(run.size, run.device, data, run.save, run.left))
-    for line in report_convs.verdicts(data["rows"]):
-        print("  ".join(line), flush=True)
+    print(report_gpu.conv_targets(data["rows"]), flush=True)
 
 
 def _measured(run: Run, part: str) -> None:
@@ -174,15 +149,20 @@ def speed(run: Run) -> None:
     _measured(run, "speed")
 
 
-PARTS: dict[str, Callable[[Run], None]] = {
-    "tests": tests,
-    "correct": correctness,
-    "sanitizer": sanitizer,
-    **{section: partial(kernels, section) for section in gpu_kernels.SECTIONS},
-    "convs": convs,
-    "memory": memory,
-    "speed": speed,
+# What there is to do, and seconds of the total that it may take; what one leaves, the last gets.
+PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
+    "tests": (partial(tests, "tests"), 150.0),
+    "large": (partial(tests, "large"), 20.0),
+    "sanitizer": (sanitizer, 48.0),
+    "masks": (partial(kernels, "masks"), 18.0),
+    "norms": (partial(kernels, "norms"), 30.0),
+    "pools": (partial(kernels, "pools"), 26.0),
+    "dropout": (partial(kernels, "dropout"), 11.0),
+    "convs": (convs, 70.0),
+    "memory": (memory, 40.0),
+    "speed": (speed, 50.0),
 }
+TOTAL = sum(seconds for _, seconds in PARTS.values())
 
 
 def _finished(command: list[str], seconds: float, environment: Any = None) -> tuple[str, int | None]:
@@ -194,8 +174,8 @@ def _finished(command: list[str], seconds: float, environment: Any = None) -> tu
         )  # fmt: skip
         return done.stdout, done.returncode
     except subprocess.TimeoutExpired as late:
-        said = late.stdout or b""
-        return said if isinstance(said, str) else said.decode(errors="replace"), None
+        output = late.stdout or b""
+        return output if isinstance(output, str) else output.decode(errors="replace"), None
 
 
 def run_all(arguments: argparse.Namespace) -> int:
@@ -203,8 +183,8 @@ def run_all(arguments: argparse.Namespace) -> int:
     run = Run(arguments)
     run.path.unlink(missing_ok=True)  # of an earlier run: parts of two runs are not mixed
     failed = []
-    for part in PARTS:
-        share = SHARES[part] * arguments.budget / sum(SHARES.values())
+    for part, (_, share) in PARTS.items():
+        share *= arguments.budget / TOTAL
         seconds = run.left() if part == "speed" else min(share, run.left())
         if seconds <= 1:
             failed.append(part)
@@ -235,15 +215,14 @@ def main(argv: list[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return 1
     if arguments.budget is None:
-        arguments.budget = SHARES[arguments.only] if arguments.only else sum(SHARES.values())
+        arguments.budget = PARTS[arguments.only][1] if arguments.only else TOTAL
     if arguments.only is None:
         return run_all(arguments)
     run = Run(arguments)
-    PARTS[arguments.only](run)
+    PARTS[arguments.only][0](run)
     run.save()
     report.render(run.path)
-    bad = run.data.get("tests", {}).get("passed") is False and arguments.only == "tests"
-    bad |= arguments.only == "correct" and bool(run.data["correct"]["failures"])
+    bad = arguments.only in TESTS and not run.data[arguments.only]["passed"]
     bad |= arguments.only == "sanitizer" and run.data["sanitizer"].get("exit", 0) != 0
     return int(bad)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .cases import DTYPES, LAYOUTS
 from .measure import MIB
-from .report_kernels import OF_COPY, OF_STOCK
 
 SIZES = {"full": (256 * MIB, 16 * MIB, 1024 * MIB, MIB), "tiny": (MIB // 16,)}  # the most important first
 
+COPY, OF_COPY, OF_STOCK = "copy", "of_copy", "of_stock"  # the third side, and the names of the ratios
 NUMBERS = 1 << 16  # bytes of a call's few numbers, in the allocator's blocks: a seed, what a channel has
 
 # What is asked of the ratios, rounded to hundredths.

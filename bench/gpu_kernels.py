@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from . import gpu_norms, measure
-from .cases import DTYPES, LAYOUTS, OURS, STOCK
-from .correct_kernels import native
-from .gpu_jobs import NEAR_COPY, SIZES, Bound, Job
+from .cases import DTYPES, LAYOUTS, OURS, STOCK, backend
+from .gpu_jobs import COPY, NEAR_COPY, OF_COPY, OF_STOCK, SIZES, Bound, Job
 from .gpu_measure import Deadline, Save, Timer, guarded
 from .measure import Spread
-from .report_kernels import COPY, OF_COPY, OF_STOCK
 
 ops, aten = torch.ops.patchconv, torch.ops.aten
 SECONDS = {"full": 0.03, "tiny": 0.0}  # of one of the two visits to a side
@@ -159,7 +157,7 @@ def copy_of(number: int, device: str) -> Callable[[], Tensor]:
 
 
 def timed(job: Job, device: str, timer: Timer, seconds: float) -> dict[str, Any]:
-    with native(device), torch.no_grad():
+    with backend("native", device), torch.no_grad():
         bound = job.bind(job, device)
         calls = {OURS: bound.ours, STOCK: bound.stock, COPY: copy_of(bound.floor, device)}
         samples: dict[str, list[float]] = {side: [] for side in calls}

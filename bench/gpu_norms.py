@@ -23,9 +23,8 @@ from torch import Tensor
 import patchconv_native as pc
 
 from .cases import DTYPES, LAYOUTS
-from .gpu_jobs import NEAR_COPY, NOT_SLOWER, NUMBERS, Bound, Job
+from .gpu_jobs import NEAR_COPY, NOT_SLOWER, NUMBERS, OF_STOCK, Bound, Job
 from .measure import MIB
-from .report_kernels import OF_STOCK
 
 ops, lf = torch.ops.patchconv, pc.functional
 SIZES = {"full": (256 * MIB, 1024 * MIB, MIB), "tiny": (MIB // 16,)}  # the most important first

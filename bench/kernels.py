@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,14 +37,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from .cuda_toolkit import Toolkit, find_toolkit
 from .measure import ROOT
+
+if TYPE_CHECKING:
+    from patchconv_native._cuda_toolkit import Toolkit, find_toolkit
+else:  # by its path: importing the package would load the library, which no kernel needs
+    finder = runpy.run_path(str(ROOT / "patchconv_native" / "_cuda_toolkit.py"))
+    Toolkit, find_toolkit = finder["Toolkit"], finder["find_toolkit"]
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 FLAGS = ("-cubin", "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,29 +13,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .measure import ROOT
+from .measure import function_named, processes
 
 Found = list[list[dict[str, Any] | None]]
-"""Of each rank what it found, job for job."""
+"""What each rank found, job by job."""
 
 
 def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def serve(target: str, arguments: str) -> None:
-    """One rank, in a process of its own: writes what "module:function" returns."""
-    given = json.loads(arguments)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _serve(rank: int, ranks: int, folder: str, jobs: str, timeout: float, target: str, threads: int) -> None:
+    """One rank, in a process of its own: writes what "module:function" returns, and what it prints."""
+    with open(Path(folder, f"rank{rank}.log"), "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
-    module, _, function = target.partition(":")
-    store = f"file://{given['folder']}/rendezvous"
-    timeout = datetime.timedelta(seconds=given["timeout"])
-    dist.init_process_group(backend(), init_method=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
     try:
-        found = getattr(importlib.import_module(module), function)(given["jobs"])
-        Path(given["folder"], f"rank{rank}.json").write_text(json.dumps(found))
+        found = function_named(target)(json.loads(jobs))
+        Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     finally:
         dist.destroy_process_group()
 
@@ -47,40 +46,30 @@ def launch(jobs: list[dict[str, Any]], ranks: int, timeout: float, target: str, 
     """What each of `ranks` new processes finds. RuntimeError as soon as one of them fails, or after `total` seconds;
     the others are ended then. timeout: seconds that a rank waits for another.
     """
-    threads = str(max(1, torch.get_num_threads() // ranks))
+    threads = max(1, torch.get_num_threads() // ranks)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = json.dumps({"folder": folder, "timeout": timeout, "jobs": jobs})
-        command = [sys.executable, "-m", "bench.launch", target, arguments]
-        processes: list[subprocess.Popen[bytes]] = []
+        started: list[Any] = []
         try:
             for rank in range(ranks):
-                settings = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": threads}
-                with open(Path(folder, f"rank{rank}.log"), "wb") as log:
-                    processes.append(
-                        subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, stdout=log, stderr=log)
-                    )
+                given = (rank, ranks, folder, json.dumps(jobs), timeout, target, threads)
+                started.append(processes().Process(target=_serve, args=given))
+                started[-1].start()
             end = time.monotonic() + total
-            while any(process.poll() is None for process in processes):
-                if any(process.poll() for process in processes) or time.monotonic() > end:
+            while any(process.exitcode is None for process in started):
+                if any(process.exitcode for process in started) or time.monotonic() > end:
                     break
                 time.sleep(0.02)
-            codes = [process.poll() for process in processes]
+            codes = [process.exitcode for process in started]
         finally:
-            for process in processes:
+            for process in started:
                 process.kill()
-                process.wait()
+                process.join()
         if any(code != 0 for code in codes):
-            states = "; ".join(
-                f"rank {rank} " + ("was not done" if code is None else f"ended with {code}")
-                for rank, code in enumerate(codes)
-            )
-            logs = "".join(
-                f"\n--- rank {rank}\n{Path(folder, f'rank{rank}.log').read_text(errors='replace')[-3000:]}"
-                for rank, code in enumerate(codes) if code != 0
-            )  # fmt: skip
-            raise RuntimeError(f"{target} with {jobs}: {states}{logs}")
+            states, logs = [], ""
+            for rank, code in enumerate(codes):
+                states.append(f"rank {rank} " + ("was not done" if code is None else f"ended with {code}"))
+                log = Path(folder, f"rank{rank}.log")
+                if code != 0 and log.exists():
+                    logs += f"\n--- rank {rank}\n{log.read_text(errors='replace')[-3000:]}"
+            raise RuntimeError(f"{target} with {jobs}: {'; '.join(states)}{logs}")
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
-
-
-if __name__ == "__main__":
-    serve(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """What training keeps between forward and backward: stock, converted, and converted with functional code.
 
 Three tables. Bytes kept for backward by eight models at 224x224, batch 2, training mode: what stays alive with the
-graph alone (a census of storages, parameters and inputs' own not counted), beside what saved-tensor hooks see; the
+graph alone (their storages, parameters and inputs' own not counted), beside what saved-tensor hooks see; the
 floors are what conversion is meant to reach. Then the cases of memsave's paper (arXiv 2404.12406): everything trained,
 the input alone, the input with batch norm in eval mode, norm layers alone, the first quarter; bytes kept, and the peak
 of memory of the forward pass and of forward and backward. And the toy network of that paper: the peak of a whole step,
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from . import census, measure, report
+from . import kept, measure, report
 
 # Share of stock's bytes that DESIGN wants reached, within 3 %.
 FLOORS = {
@@ -92,17 +92,17 @@ def ready(name: str, case: str, form: str, side: int, batch: int) -> tuple[nn.Mo
     return FORMS[form](model), x
 
 
-def kept(name: str, case: str, form: str, side: int, batch: int) -> dict[str, int]:
+def graph(name: str, case: str, form: str, side: int, batch: int) -> dict[str, int]:
     """Bytes kept by one model."""
     model, x = ready(name, case, form, side, batch)
-    seen = census.saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
-    return {"held": census.held_bytes(lambda: model(x)), "saved": seen}
+    seen = kept.saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
+    return {"held": kept.held_bytes(lambda: model(x)), "saved": seen}
 
 
 def peaks(name: str, case: str, form: str, side: int, batch: int) -> dict[str, int]:
     """Bytes kept by one model, and the peaks of a forward pass and of one with backward."""
     model, x = ready(name, case, form, side, batch)
-    held = census.held_bytes(lambda: model(x))
+    held = kept.held_bytes(lambda: model(x))
     forward = measure.peak_of(lambda: model(x)).above
 
     def step() -> Tensor:
@@ -151,7 +151,7 @@ def measure_all(size: str) -> dict[str, Any]:
     models = {"full": list(FLOORS), "small": list(FLOORS)[:3]}.get(size, ["resnet18"])
     paper = {"full": PAPER, "small": PAPER[:1]}.get(size, ())
     for name in models:
-        row = run("kept", ["stock", *OURS], name=name, case="all", side=side, batch=2)
+        row = run("graph", ["stock", *OURS], name=name, case="all", side=side, batch=2)
         data["floors"].append({"model": name, "floor": FLOORS[name]} | row)
     for form in (*rivals(), "convert", "frozen"):
         data["toy"] |= run("toy", [form], side=256 if size == "full" else 32)

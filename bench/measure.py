@@ -13,20 +13,18 @@ on CUDA it is what torch's allocator gave out.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
-import gc
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,20 +123,6 @@ def paired(
 # Memory
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}: memory can be measured on Linux only")
-
-
-def _return_freed_memory() -> None:
-    """Gives the heap's free pages back: what a call then takes shows, however small its blocks."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def result_bytes(result: Any) -> int:
     tensors = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
     return sum(t.untyped_storage().nbytes() for t in tensors)
@@ -159,63 +143,73 @@ class Peak:
 
 def peak_of(call: Callable[[], Any], device: str = "cpu") -> Peak:
     """The peak of one call. On the host it is exact only in a process that does nothing else."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        result = call()
-        torch.cuda.synchronize()
-        return Peak(torch.cuda.max_memory_allocated() - before, result_bytes(result))
-    _return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to what is resident now
-    before = _status("VmRSS")
+    from patchconv_native.demo.measure import meter_for
+
+    meter = meter_for(device)
+    meter.synchronize()
+    meter.trim()
+    meter.reset_peak()
+    before = meter.now()
     result = call()
-    return Peak(_status("VmHWM") - before, result_bytes(result))
+    meter.synchronize()
+    return Peak(meter.peak() - before, result_bytes(result))
 
 
-def allocated_peak(call: Callable[[], Any]) -> int:
-    """The most that torch's CPU allocator gives out in one call, above what was there: a census with no more to it."""
-    from patchconv_native import _library  # processes that measure stock alone do without
-
-    gc.collect()
-    census = _library.load().Census("cpu", False)
-    try:
-        call()
-    finally:
-        census.stop()
-    events = census.events()
-    level = most = 0
-    for kind, size in zip(events["kind"], events["bytes"], strict=True):
-        level += size if kind == 0 else 0
-        most = max(most, level)
-    return most
+# ------------------------------------------------------------------------------------------------------------
+# Processes
 
 
-def available_bytes() -> int:
-    """Memory of the host that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+def processes() -> Any:
+    """New processes come from a server that has imported torch and has run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "patchconv_native"])
+    return context
 
 
 def in_fresh_process(target: str, timeout: float = 120.0, **arguments: Any) -> dict[str, Any]:
     """Calls "module:function" with JSON arguments in a new process and returns the JSON that it returns.
 
     {"error": "out of memory"} if the process is killed for memory or is refused it, {"error": "not done in ... s"} if
-    it takes longer than `timeout` seconds; any other failure raises.
+    it takes longer than `timeout` seconds; any other failure raises RuntimeError with the traceback.
     """
-    command = [sys.executable, "-m", "bench.measure", target, json.dumps(arguments)]
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = processes().Process(target=_answer, args=(sender, target, json.dumps(arguments)))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {timeout:.0f} s"}
-    refused = "can't allocate memory" in done.stderr or "MemoryError" in done.stderr
-    if done.returncode == -signal.SIGKILL or (done.returncode != 0 and refused):
-        return {"error": "out of memory"}
-    if done.returncode != 0:
-        raise RuntimeError(f"{target} with {arguments} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+        if not receiver.poll(timeout):
+            return {"error": f"not done in {timeout:.0f} s"}
+        answer = receiver.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
+            return {"error": "out of memory"}
+        answer = f"it ended with {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise RuntimeError(f"{target} with {arguments} failed:\n{answer}")
+    return json.loads(answer[0])
+
+
+def _answer(sender: Any, target: str, arguments: str) -> None:
+    """In the new process: sends the result as JSON in a tuple, or the text of an error."""
+    from patchconv_native.demo.measure import is_out_of_memory
+
+    try:
+        answer: Any = (json.dumps(function_named(target)(**json.loads(arguments))),)
+    except Exception as error:
+        refused = is_out_of_memory(error)
+        answer = (json.dumps({"error": "out of memory"}),) if refused else traceback.format_exc()
+    sender.send(answer)
+
+
+def function_named(target: str) -> Callable[..., Any]:
+    """ "module:function" """
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -306,12 +300,3 @@ def parser(doc: str | None, sizes: tuple[str, ...] = ("full", "small", "tiny")) 
 
 def folder(arguments: argparse.Namespace) -> Path:
     return arguments.out or (RESULTS if arguments.size == "full" else SMOKE_RESULTS)
-
-
-def _serve(target: str, arguments: str) -> None:
-    module, _, function = target.partition(":")
-    print(json.dumps(getattr(importlib.import_module(module), function)(**json.loads(arguments))))
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

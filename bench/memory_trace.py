@@ -24,7 +24,7 @@ import patchconv_native as pc
 from patchconv_native.memory import MemoryReport
 from patchconv_native.planner import BudgetError
 
-from . import measure, report
+from . import measure, report, tables
 from .measure import MIB
 
 TARGETS = {"overhead": 0.10, "prediction": 0.05}
@@ -170,7 +170,7 @@ def measure_all(size: str, budget: float) -> dict[str, Any]:
         data["load_after"] = round(os.getloadavg()[0], 2)
         print(
             f"{name:<20} batch {batch}: bare {row['ms']['bare']['median']:7.1f} ms, watched "
-            f"{row['ratio']['watched']['median']:.3f} of it ({report.verdict(row['met'])}), the whole call "
+            f"{row['ratio']['watched']['median']:.3f} of it ({tables.verdict(row['met'])}), the whole call "
             f"{row['ratio']['call']['median']:.2f}",
             flush=True,
         )
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds, about (default: %(default)s)")
     arguments = parser.parse_args(argv)
     data = measure_all(arguments.size, arguments.budget)
-    report.render(measure.write_results(data, measure.folder(arguments)))
+    report.store(data, arguments)
     return 0
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from . import measure, report
+from . import measure, report, tables
 from .measure import Spread
 
 TARGET = 5.0
@@ -105,7 +105,7 @@ def measure_all(size: str) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    verdict = f"  target {TARGET:.0f}: {report.verdict(row['met'])}" if "met" in row else ""
+    verdict = f"  target {TARGET:.0f}: {tables.verdict(row['met'])}" if "met" in row else ""
     return (
         f"{row['name']:<30} {row['mode']:<21} stock {row['us']['stock']['median']:7.2f} us, "
         f"ours {row['us']['ours']['median']:7.2f}; added {row['added']['median']:6.2f} "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
-from .measure import MIB
+from .tables import Rows, Section, mib, spread
 
 TITLES = {
     "baseline": "baseline",
@@ -33,26 +34,24 @@ DRAWN = {
 }
 
 
-def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, text, head and lines of each table."""
+def sections(data: dict[str, Any]) -> Iterator[Section]:
     rows = data["rows"]
     head = ["form", "peak, MiB", "of the baseline", f"at most {data['target']}", "kept for backward, MiB", "peak at"]
-    yield (
-        f"Predicted: batch {data['batch']}, {data['side']}x{data['side']}",
+    yield Section(
         _predicted(data),
         head,
         [
             [
-                TITLES[row["form"]], _mib(row["peak"]), f"{row['ratio']:.3f}", "met" if row["met"] else "NOT MET",
-                _mib(row["saved"]), _where(row["at"]),
+                TITLES[row["form"]], mib(row["peak"]), f"{row['ratio']:.3f}", "met" if row["met"] else "NOT MET",
+                mib(row["saved"]), _where(row["at"]),
             ]
             for row in rows
         ],
+        f"Predicted: batch {data['batch']}, {data['side']}x{data['side']}",
     )  # fmt: skip
     for device in dict.fromkeys(row["device"] for row in data["measured"]):
         found = [row for row in data["measured"] if row["device"] == device]
-        yield (
-            f"Measured: batch {found[0]['batch']}, {device}",
+        yield Section(
             _measured(data, found, device),
             [
                 "form", "peak, MiB", "of the baseline", "predicted, of measured", "kept for backward, MiB", "peak at",
@@ -60,12 +59,13 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
             ],
             [
                 [
-                    TITLES[row["form"]], _mib(row["peak"]), f"{row['ratio']:.3f}", f"{row['of_prediction']:.3f}",
-                    _mib(row["saved"]), _where(row["at"]), _mib(row["above"]), _mib(row["resident"]),
-                    _spread(row["ms"], 0), "1" if row["time"] is None else _spread(row["time"], 2),
+                    TITLES[row["form"]], mib(row["peak"]), f"{row['ratio']:.3f}", f"{row['of_prediction']:.3f}",
+                    mib(row["saved"]), _where(row["at"]), mib(row["above"]), mib(row["resident"]),
+                    spread(row["ms"], 0), spread(row["time"]),
                 ]
                 for row in found
             ],
+            f"Measured: batch {found[0]['batch']}, {device}",
         )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _predicted(data: dict[str, Any]) -> str:
     rows = {row["form"]: row for row in data["rows"]}
     least = min(data["rows"], key=lambda row: row["peak"])
     held = ", ".join(
-        f"{_mib(count)} MiB of {module or 'the step'} ({operator})" for module, operator, count in rows["all"]["held"]
+        f"{mib(count)} MiB of {module or 'the step'} ({operator})" for module, operator, count in rows["all"]["held"]
     )
     met = [TITLES[row["form"]] for row in data["rows"] if row["met"]]
     chunks = ", ".join(f"{name} in {count}" for name, count in data["microbatches"].items())
@@ -103,7 +103,7 @@ def _predicted(data: dict[str, Any]) -> str:
     return text
 
 
-def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> str:
+def _measured(data: dict[str, Any], rows: Rows, device: str) -> str:
     off = [abs(row["of_prediction"] - 1) for row in rows]
     fresh = "each form in a process of its own" if data["size"] != "tiny" else "all forms in one process"
     text = (
@@ -124,7 +124,7 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
     if device == "cpu":
         text += (
             " For the process's count large blocks were given back to the system at once (mallopt); with the C "
-            f"library's heap as it comes the baseline's was {_mib(data['heap'])} MiB: holes in the heap are no "
+            f"library's heap as it comes the baseline's was {mib(data['heap'])} MiB: holes in the heap are no "
             "tensor's, and in no trace. Where the process counts less, memory may have been asked for and not "
             "written to: not established."
         )
@@ -136,8 +136,6 @@ def _measured(data: dict[str, Any], rows: list[dict[str, Any]], device: str) -> 
 
 def figure(data: dict[str, Any]) -> Any:
     """The forms over each other."""
-    import json
-
     from patchconv_native.memory import MemoryReport, compare
 
     logs = {row["form"]: MemoryReport.from_dict(json.loads(row["log"])) for row in data["rows"]}
@@ -146,11 +144,3 @@ def figure(data: dict[str, Any]) -> Any:
 
 def _where(at: dict[str, str]) -> str:
     return ", ".join(f"`{word}`" if i != 1 else word for i, word in enumerate(at.values()) if word)
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.0f}"
-
-
-def _spread(value: dict[str, float], digits: int) -> str:
-    return f"{value['median']:.{digits}f} ({value['least']:.{digits}f} to {value['most']:.{digits}f})"

@@ -1,163 +1,234 @@
-"""Tables of what bench.conv_gpu measured: targets and whether they are met, each rival's wins and losses, every row."""
+"""Tables and figures of what was measured of single convolutions on the CPU, of calls, and of ResNet-18."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from .measure import MIB
+from .drawing import COLOURS, FLOOR, bars, canvas, foot, legend
+from .measure import GIB, MIB
+from .tables import Row, Rows, Section, mib, spread, verdict
 
-Rows = list[dict[str, Any]]
-NATIVE, AUTO = "ours, native", "ours, auto"
-STOCK = "stock"
-TITLES = {
-    "of_rival": "fastest rival's time in units of ours, native", "auto_of_rival": "the same of ours, auto",
-    "tflop_s": "TFLOP/s", "memory_mib": "MiB above the floor", "peak_gib": "GiB at the peak",
-    "error": "error in units of stock's",
-}  # fmt: skip
-AT_MOST = ("memory_mib", "peak_gib", "error")
-VERDICTS_HEAD = ["pass", "figure", "target", "rows that meet it", "furthest from it", ""]
-RIVALS_HEAD = ["pass", "rival", "dtype", "layout", "rows", "we are faster", "we are slower", "ratio, median", "least",
-               "most"]  # fmt: skip
-ROWS_HEAD = ["case", "from", "dtype", "layout", "pass", "floor ms"]
-FACTS_HEAD = ["fastest rival", "its time in units of native", "of auto", "TFLOP/s", "share of the roofline",
-              "MiB above the floor", "stock MiB", "error in units of stock's", "path native", "path auto",
-              "targets not met"]  # fmt: skip
+PASS_TITLES = {"fprop": "forward", "dgrad": "gradient of the input", "wgrad": "gradient of the weight",
+               "backward": "whole backward"}  # fmt: skip
 
 
-def label(row: dict[str, Any]) -> str:
-    return f"{row['name']} {row['dtype']} {row['layout']}"
-
-
-def verdicts(rows: Rows) -> list[list[str]]:
-    """For every target of a pass: how many rows meet it, and the row that is furthest from it."""
-    groups: dict[tuple[str, str, float], Rows] = {}
-    for row in rows:
-        for name, bound in row.get("targets", {}).items():
-            groups.setdefault((row["pass"], name, bound), []).append(row)
+def conv_memory(data: Row) -> Iterator[Section]:
+    groups: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in data["rows"]:
+        groups.setdefault((row["name"], row["layout"], row["pass"]), {})[row["implementation"]] = row
     lines = []
-    for (pass_, name, bound), members in groups.items():
-        met = sum(row["met"][name] for row in members)
-        known = [row for row in members if name in row["figures"]]
-        choose = max if name in AT_MOST else min
-        worst = choose(known, key=lambda row: row["figures"][name], default=None)
-        said = f"{worst['figures'][name]:.2f} ({label(worst)})" if worst else "no figure"
-        sign = "<=" if name in AT_MOST else ">="
-        lines.append([pass_, TITLES[name], f"{sign} {bound:g}", f"{met} of {len(members)}", said,
-                      "met" if met == len(members) else "NOT MET"])  # fmt: skip
-    failed = [row for row in rows if "error" in row]
-    if failed:
-        lines.append(["", "rows without a measurement", "0", "", f"{label(failed[0])}: {failed[0]['error']}",
-                      f"{len(failed)} NOT MET"])  # fmt: skip
-    return lines
+    for case, sides in groups.items():
+        one = next(iter(sides.values()))
+        ours = sides.get("ours", {})
+        lines.append(
+            [
+                *case, f"{one['input_bytes'] / GIB:.2f}",
+                *(_workspace(sides.get(side)) for side in ("stock", "patch_conv", "ours")),
+                f"{ours['tiles']} ({ours['path']})" if "tiles" in ours else "",
+                verdict(ours["pass_bound"]) if "pass_bound" in ours else "",
+            ]
+        )  # fmt: skip
+    yield Section(
+        "Peak above input, weight and result, MiB. dgrad, wgrad: gradient of the input, of the weight.",
+        ["case", "layout", "pass", "input GiB", "stock", "patch_conv", "ours", "tiles",
+         f"<= {data['bound'] // MIB} MiB"],
+        lines,
+    )  # fmt: skip
 
 
-def _ms(row: dict[str, Any], side: str) -> float | None:
-    found = row.get("sides", {}).get(side, {})
-    return found["ms"]["median"] if "ms" in found else None
+def _workspace(row: Row | None) -> str:
+    return "" if row is None else row.get("error") or mib(row["workspace"], 1)
 
 
-def rivals(rows: Rows) -> list[list[str]]:
-    """Every rival against the project's kernels, in its own line, wherever both were timed."""
-    groups: dict[tuple[str, str, str, str], list[float]] = {}
-    absent: dict[tuple[str, str, str, str], str] = {}
-    for row in rows:
-        ours = _ms(row, NATIVE)
-        for side, found in row.get("sides", {}).items():
-            if side in (NATIVE, AUTO):
+def conv_memory_figure(data: Row) -> Any:
+    """Bars of all memory in use at the peak; across them the floor: input, weight and result."""
+    rows = data["rows"]
+    if not any("workspace" in row for row in rows):
+        return None
+    passes = [p for p in PASS_TITLES if any(row["pass"] == p for row in rows)]
+    groups = list(dict.fromkeys((row["name"], row["layout"]) for row in rows))
+    figure, axes = canvas(1, len(passes), 2.6 + 3.6 * len(passes), 1.4 + 0.62 * len(groups))
+    for column, pass_ in enumerate(passes):
+        ax = axes[0][column]
+        for place, group in enumerate(groups):
+            mine = [r for r in rows if (r["name"], r["layout"]) == group and r["pass"] == pass_]
+            mine.sort(key=lambda row: list(COLOURS).index(row["implementation"]))
+            for offset, row in zip((-0.27, 0.0, 0.27), mine, strict=False):
+                # Every pass holds one tensor of the input's size and one of the output's.
+                floor = (row["input_bytes"] + row["output_bytes"]) / GIB
+                if "error" in row:
+                    ax.text(0, place + offset, f" {row['error']}", va="center", fontsize=6.5)
+                    continue
+                total, extra = floor + row["workspace"] / GIB, row["workspace"] / MIB
+                ax.barh(place + offset, total, 0.25, color=COLOURS[row["implementation"]])
+                text = f"+{extra / 1024:.2f} GiB" if extra >= 1000 else f"+{extra:.0f} MiB"
+                ax.text(total, place + offset, f" {text}", va="center", fontsize=6.5)
+                ax.plot([floor, floor], [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
+        ax.set_title(PASS_TITLES[pass_], fontsize=9)
+        names = ["" if column else f"{name}\n{layout}" for name, layout in groups]
+        bars(ax, names, "GiB at the peak", 1.2)
+    sides = {side: colour for side, colour in COLOURS.items() if any(r["implementation"] == side for r in rows)}
+    legend(figure, sides, "floor: input + weight + result")
+    foot(figure, data)
+    return figure
+
+
+def conv_speed(data: Row) -> Iterator[Section]:
+    yield Section(
+        "Median (least to most) of paired rounds; ratio: ours in units of stock's time, round by round.",
+        ["case", "layout", "pass", "stock ms", "side", "ms", "ratio", "target", "", "path"],
+        [
+            [
+                row["name"], row["layout"], row["pass"], spread(row["ms"]["stock"], 0), side,
+                spread(row["ms"][side], 0), spread(row["ratio"][side]), f"<= {target:.2f}",
+                verdict(row["met"][side]), row["paths"][side],
+            ]
+            for row in data["rows"] for side, target in row["targets"].items()
+        ],
+    )  # fmt: skip
+
+
+def conv_speed_figure(data: Row) -> Any:
+    """Time in units of stock's: medians of the pairs, with the range of the pairs, and the target of each."""
+    rows = {(r["name"], r["layout"], r["pass"]): r for r in data["rows"]}
+    passes = list(dict.fromkeys(pass_ for _, _, pass_ in rows))
+    if not passes:
+        return None
+    groups = [(*case[:2], side) for case, row in rows.items() if case[2] == passes[0] for side in row["targets"]]
+    figure, axes = canvas(1, len(passes), 2.8 + 2.6 * len(passes), 1.3 + 0.42 * len(groups))
+    for column, pass_ in enumerate(passes):
+        ax = axes[0][column]
+        for place, (name, layout, side) in enumerate(groups):
+            row = rows.get((name, layout, pass_))
+            if row is None:
                 continue
-            key, theirs = (row["pass"], side, row["dtype"], row["layout"]), _ms(row, side)
-            ratios = groups.setdefault(key, [])
-            if ours and theirs:
-                ratios.append(theirs / ours)
-            else:
-                absent.setdefault(key, found.get("error", "ours was not timed"))
-    lines = []
-    for key, ratios in groups.items():
-        if not ratios:
-            lines.append([*key, "0", absent[key], *[""] * 4])
-            continue
-        faster, slower = sum(r > 1 for r in ratios), sum(r < 1 for r in ratios)
-        ends = (statistics.median(ratios), min(ratios), max(ratios))
-        lines.append([*key, str(len(ratios)), str(faster), str(slower), *(f"{r:.2f}" for r in ends)])
-    return lines
+            ratio, target = row["ratio"][side], row["targets"][side]
+            reach = [[ratio["median"] - ratio["least"]], [ratio["most"] - ratio["median"]]]
+            ax.barh(place, ratio["median"], 0.6, color=COLOURS["ours"], alpha=1.0 if side == "ours" else 0.6)
+            ax.errorbar(ratio["median"], place, xerr=reach, color=FLOOR, lw=0.8, capsize=2)
+            ax.plot([target, target], [place - 0.42, place + 0.42], color="#c0392b", lw=1.4)
+            ax.text(0.02, place, f"{ratio['median']:.2f}", va="center", fontsize=7, color="white")
+        ax.axvline(1, color=COLOURS["stock"], lw=1, ls=":")
+        ax.set_title(PASS_TITLES[pass_], fontsize=9)
+        names = ["" if column else f"{name}\n{layout}, {side}" for name, layout, side in groups]
+        bars(ax, names, "time / stock's (red: target)")
+    foot(figure, data)
+    return figure
 
 
-def sides_of(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(side for row in rows for side in row.get("sides", {})))
+def overhead(data: Row) -> Iterator[Section]:
+    yield Section(
+        head=["module", "mode", "stock us", "ours us", "added", "added, of the least", f"<= {data['target']:.0f} us"],
+        rows=[
+            [
+                row["name"], row["mode"], spread(row["us"]["stock"]), spread(row["us"]["ours"]),
+                f"{row['added']['median']:.2f}", f"{row['added_least']:.2f}",
+                verdict(row["met"]) if "met" in row else "",
+            ]
+            for row in data["rows"]
+        ],
+    )  # fmt: skip
 
 
-def lines_of(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """Head and a line a row."""
-    sides = sides_of(rows)
-    head = [*ROWS_HEAD, *(f"{side} ms" for side in sides), *FACTS_HEAD]
-    lines = []
-    for row in rows:
-        floor = f"{row['floor_ms']:.3f}" if "floor_ms" in row else ""
-        line = [row["name"], row["source"], row["dtype"], row["layout"], row["pass"], floor]
-        if "error" in row:
-            lines.append([*line, row["error"], *[""] * (len(head) - len(line) - 1)])
-            continue
-        lines.append([*line, *(_cell(row["sides"].get(side)) for side in sides), *_facts(row)])
-    return head, lines
-
-
-def _cell(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return ""
-    if "error" in found:
-        return found["error"]
-    ms = found["ms"]
-    return f"{ms['median']:.3f} ({ms['least']:.3f} to {ms['most']:.3f})"
-
-
-def _facts(row: dict[str, Any]) -> list[str]:
-    figures, native = row["figures"], row["sides"][NATIVE]
-    stock = row["sides"].get(STOCK, {})
-    return [
-        row["fastest_rival"] or "none",
-        *(f"{figures[name]:.2f}" if name in figures else "" for name in ("of_rival", "auto_of_rival")),
-        f"{native['tflop_s']:.0f}" if "tflop_s" in native else "",
-        f"{native['of_roofline']:.2f}" if "of_roofline" in native else "",
-        f"{figures['memory_mib']:.1f}" if "memory_mib" in figures else "",
-        f"{stock['workspace'] / MIB:.1f}" if "workspace" in stock else "",
-        f"{figures['error']:.3f}" if "error" in figures else "",
-        *(_path(row["sides"][side]) for side in (NATIVE, AUTO)),
-        ", ".join(TITLES[name] for name, met in row["met"].items() if not met),
-    ]
-
-
-def _path(found: dict[str, Any]) -> str:
-    return f"{found['path']}, {found['kernel']}" if "kernel" in found else str(found.get("path", ""))
-
-
-def tables(data: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str], Sequence[Sequence[str]]]]:
-    """(title, text, head, lines) of every table."""
-    rows, probes = data.get("rows", []), data.get("probes", [])
-    if rows:
-        yield (
-            "Convolutions: targets",
-            "Forward with bias and ReLU, by one call; gradients of the convolution alone. A figure that is missing is "
-            "not met.",
-            VERDICTS_HEAD, verdicts(rows),
-        )  # fmt: skip
-        yield (
-            "Convolutions: rivals",
-            "A rival's time in units of ours, native, on the same tensors in the same layout: below 1 it is faster.",
-            RIVALS_HEAD, rivals(rows),
-        )  # fmt: skip
-        yield (
-            "Convolutions: time, memory, error",
-            "Median (least to most), level-2 cache flushed before every call. The floor is an H100's: 798 TFLOP/s in "
-            "bfloat16, half of it in TF32, 3.0 TB/s.",
-            *lines_of(rows),
+def padding(data: Row) -> Iterator[Section]:
+    yield Section(
+        "Stock's time in units of ours: above 1, stock is slower. A cell marked t was computed in tiles; the "
+        "others were handed to stock."
+    )
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in data["rows"]:
+        groups.setdefault((row["direction"], row["threads"], row["large"], row["channels"]), []).append(row)
+    for (direction, threads, large, channels), rows in groups.items():
+        widths, kernels = (sorted({row[key] for row in rows}) for key in ("padding", "kernel"))
+        cells = {(row["kernel"], row["padding"]): row for row in rows}
+        used = "one thread" if threads == 1 else f"{threads or data['hardware']['threads']} threads"
+        size = f", {rows[0]['side']} squared" if large else ""
+        yield Section(
+            f"C={channels} to {data['outputs']}, padding of {direction}, {used}{size}",
+            ["kernel", *map(str, widths)],
+            [[kernel, *(_padding_cell(cells.get((kernel, width))) for width in widths)] for kernel in kernels],
         )
-    if probes:
-        lines = [[row["name"], str(row["elements"]), row.get("error") or row["wrong"] or f"{row['worst']:.3f}"]
-                 for row in probes]  # fmt: skip
-        yield (
-            "Convolutions: large tensors",
-            "Forward and both gradients against float64 at probed places, bfloat16, in units of the bound.",
-            ["elements past", "elements", "largest error"], lines,
-        )  # fmt: skip
+    if data["missing"]:
+        yield Section(f"{data['missing']} cells were not reached in time.")
+
+
+def _padding_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['stock_over_ours']['median']:.3g}{' t' if row['path'] == 'tiled' else ''}"
+
+
+def padding_figure(data: Row) -> Any:
+    """Maps of how many times slower stock is, by kernel and columns of padding; rows of maps by threads."""
+    rows = [row for row in data["rows"] if row["direction"] == "columns" and not row["large"]]
+    if not rows:
+        return None
+    import matplotlib
+    from matplotlib.colors import LogNorm
+
+    threads, channels, kernels, widths = (
+        sorted({row[key] for row in rows}) for key in ("threads", "channels", "kernel", "padding")
+    )
+    most = max(10.0, max(row["stock_over_ours"]["median"] for row in rows))
+    width = 1.2 + 0.42 * len(widths) * len(channels)
+    figure, axes = canvas(len(threads), len(channels), width, 0.6 + len(threads) * (1 + 0.3 * len(kernels)))
+    norm = LogNorm(1 / most, most)
+    image: Any = None
+    for line, used in zip(axes, threads, strict=True):
+        for ax, count in zip(line, channels, strict=True):
+            mine = [row for row in rows if (row["threads"], row["channels"]) == (used, count)]
+            if not mine:
+                ax.set_visible(False)
+                continue
+            cells = {(row["kernel"], row["padding"]): row["stock_over_ours"]["median"] for row in mine}
+            values = [[cells.get((k, w), float("nan")) for w in widths] for k in kernels]
+            image = ax.imshow(values, cmap=matplotlib.colormaps["RdYlBu_r"], norm=norm, aspect="auto")
+            for (kernel, columns), value in cells.items():
+                text = f"{value:.0f}" if value >= 9.5 else f"{value:.1f}"
+                colour = "white" if value > most**0.6 else "black"
+                place = widths.index(columns), kernels.index(kernel)
+                ax.text(*place, text, ha="center", va="center", fontsize=6, color=colour)
+            many = "1 thread" if used == 1 else f"{used or data['hardware']['threads']} threads"
+            ax.set_title(f"{count} channel{'s' if count > 1 else ''} to {data['outputs']}, {many}", fontsize=9)
+            ax.set_xticks(range(len(widths)), widths)
+            ax.set_yticks(range(len(kernels)), kernels)
+            ax.set_xlabel("columns of padding", fontsize=8)
+            ax.tick_params(labelsize=7)
+        line[0].set_ylabel("kernel", fontsize=8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.8)
+    bar.set_label("stock's time / ours", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    foot(figure, data)
+    return figure
+
+
+def half(data: Row) -> Iterator[Section]:
+    yield Section(
+        "Stock's time in units of ours: above 1, stock is slower. 3x3, padding 1.",
+        ["dtype", "multiplied by the processor", "case", "pass", "stock ms", "ours ms", "our path", "stock / ours",
+         "rounds"],
+        [
+            [
+                row["dtype"], "yes" if row["native"] else "no", row["name"], row["pass"], f"{row['ms']['stock']:.3f}",
+                f"{row['ms']['ours']:.3f}", row["path"], spread(row["stock_over_ours"]), row["rounds"],
+            ]
+            for row in data["rows"]
+        ],
+    )  # fmt: skip
+
+
+def resnet(data: Row) -> Iterator[Section]:
+    yield Section(
+        head=["mode", "batch", "stock ms", "ours ms", "ratio, median of pairs", "ratio of the least", "rounds",
+              f"<= {data['target']}"],
+        rows=[
+            [
+                row["mode"], row["batch"], spread(row["ms"]["stock"]), spread(row["ms"]["ours"]),
+                f"{row['ratio']['ours']['median']:.4f}",
+                f"{row['ms']['ours']['least'] / row['ms']['stock']['least']:.4f}",
+                row["rounds"], verdict(row["met"]),
+            ]
+            for row in data["rows"]
+        ],
+    )  # fmt: skip

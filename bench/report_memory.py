@@ -6,16 +6,14 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from .measure import MIB
+from .tables import Rows, Section, mib, spread, verdict
 
 FORMS = {"stock": "stock", "convert": "`convert`", "functional": "`convert(functional=True)`"}
 
 
-def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, text, head and lines of each table."""
+def sections(data: dict[str, Any]) -> Iterator[Section]:
     target = data["targets"]["overhead"]
-    yield (
-        "What watching costs",
+    yield Section(
         f"A step (forward, sum, backward) at {data['side']}x{data['side']}, float32, NCHW, watched by `memory.trace` "
         "and bare, in turn: time of the watched step on the trace's clock, and of the whole call, which also copies "
         "buffers, collects garbage before the step and makes the report after it. Medians (least to most). Target: at "
@@ -26,17 +24,17 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
         ],
         [
             [
-                row["model"], str(row["batch"]), str(row["rounds"]), str(row["events"]), _spread(row["ms"]["bare"], 0),
-                _spread(row["ratio"]["watched"], 3), f"{row['least']:.3f}", "met" if row["met"] else "NOT MET",
-                _spread(row["ratio"]["call"], 2),
+                row["model"], str(row["batch"]), str(row["rounds"]), str(row["events"]), spread(row["ms"]["bare"], 0),
+                spread(row["ratio"]["watched"], 3), f"{row['least']:.3f}", verdict(row["met"]),
+                spread(row["ratio"]["call"], 2),
                 f"{row['ms']['call']['median'] - row['ms']['watched']['median']:.0f}",
             ]
             for row in data["rows"]
         ],
+        "What watching costs",
     )  # fmt: skip
-    yield from _predictions(data)
-    yield (
-        "Plans",
+    yield _predictions(data)
+    yield Section(
         "`pc.plan` for a budget in units of the peak that is predicted for the model as it is; time is of a step, in "
         "units of that of the model as it is, estimated by the plan and measured in turn. A plan keeps 3 % below its "
         "budget. Where nothing fits, the plan with the least peak was taken.",
@@ -46,17 +44,18 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
         ],
         [
             [
-                row["model"], str(row["batch"]), _mib(row["budget"]), f"{row['share']:.2f}", row["plan"],
-                _mib(row["predicted"]), _mib(row["peak"]), f"{row['predicted'] / row['peak']:.3f}",
+                row["model"], str(row["batch"]), mib(row["budget"]), f"{row['share']:.2f}", row["plan"],
+                mib(row["predicted"]), mib(row["peak"]), f"{row['predicted'] / row['peak']:.3f}",
                 ("yes" if row["kept"] else "NO") if row["fits"] else "nothing fits", f"{row['estimated']:.2f}",
-                _spread(row["ratio"]["plan"], 2), f"{row['search']:.0f}",
+                spread(row["ratio"]["plan"], 2), f"{row['search']:.0f}",
             ]
             for row in data["plans"]
         ],
+        "Plans",
     )  # fmt: skip
 
 
-def _predictions(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
+def _predictions(data: dict[str, Any]) -> Section:
     rows, target = data["predictions"], data["targets"]["prediction"]
     off = sorted(abs(row["ratio"] - 1) for row in rows)
     over = [row for row in rows if abs(row["ratio"] - 1) > target]
@@ -81,16 +80,8 @@ def _predictions(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], li
         cells = [f"{found[case]:.3f}" for case in cases]
         lines.append([name, *cells, f"{statistics.median(away):.2%}", f"{max(away):.2%}"])
     heads = [f"{FORMS[form]}, {layout}" for form, layout in cases]
-    yield "Predictions", text, ["model", *heads, "median deviation", "worst"], lines
+    return Section(text, ["model", *heads, "median deviation", "worst"], lines, "Predictions")
 
 
-def _cases(rows: list[dict[str, Any]]) -> str:
+def _cases(rows: Rows) -> str:
     return "; ".join(f"{row['model']}, {row['form']}, {row['layout']}: {row['ratio']:.3f}" for row in rows)
-
-
-def _mib(count: int) -> str:
-    return f"{count / MIB:.0f}"
-
-
-def _spread(value: dict[str, float], digits: int) -> str:
-    return f"{value['median']:.{digits}f} ({value['least']:.{digits}f} to {value['most']:.{digits}f})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .measure import MIB
+from .drawing import bare, canvas, foot
+from .tables import Section, mib, verdict
 
 COLOURS = {"1": "#8d99a6", "2": "#7fb2dc", "4": "#1f6fb4"}
 
@@ -21,28 +22,23 @@ def share(row: dict[str, Any], ranks: str) -> float:
     return float(row["of"][ranks]["peak"] * int(ranks) / row["of"]["1"]["peak"])
 
 
-def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, text, head and lines of each table."""
+def sections(data: dict[str, Any]) -> Iterator[Section]:
     base, rows, target = data["base"], data["rows"], data["target"]
     met = sum(share(row, ranks) <= target for row in rows for ranks in ("2", "4"))
-    yield (
-        "Peak memory of a rank",
+    yield Section(
         f"An image of {base['side']}x{base['side']}, {base['channels']} channels, float32, parts of rows. The most "
         "that the second step allocates above the model, its gradients and the input; the largest rank's. In units of "
         f"1/ranks of one process's; at most {target} is wanted: {met} of {2 * len(rows)} meet it. Above 1 is what does "
         "not shrink with the part: halos, weights' workspaces, and a copy of a convolution's input with its halo.",
         ["network", "1 rank, MiB", "2 ranks, MiB", "x 2", "4 ranks, MiB", "x 4", f"at most {target}"],
         [
-            [
-                _name(row), *_peaks(row),
-                "pass" if all(share(row, ranks) <= target for ranks in ("2", "4")) else "NOT MET",
-            ]
+            [_name(row), *_peaks(row), verdict(all(share(row, ranks) <= target for ranks in ("2", "4")))]
             for row in rows
         ],
+        "Peak memory of a rank",
     )  # fmt: skip
     exact = all(row["of"][ranks]["sent"] == row["of"][ranks]["least"] for row in rows for ranks in ("2", "4"))
-    yield (
-        "What is sent",
+    yield Section(
         "Bytes of images that all ranks send in a step, and the least that the geometry asks for: rows that outputs "
         "read and their rank does not hold, counted layer by layer apart from the package's own plan; in training once "
         "forward and once, as gradients, back (but for the image itself, which has none). "
@@ -58,10 +54,10 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
             ]
             for row in rows for ranks in ("2", "4") if (found := row["of"][ranks])
         ],
+        "What is sent",
     )  # fmt: skip
     rates = data["rates"]
-    yield (
-        "A model of many GPUs",
+    yield Section(
         "NOT MEASURED: a model of a forward pass of the U-Net, 64 channels, bfloat16. A layer takes the longer of its "
         f"arithmetic ({rates['matrix'] / 1e12:.0f} TFLOP/s, of which {rates['share']:.0%}) and its traffic "
         f"({rates['memory'] / 1e12:.1f} TB/s) on 1/GPUs of the image; halos travel meanwhile at "
@@ -77,21 +73,20 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
             for row in data["model"]
             if (one := next(r for r in data["model"] if r["side"] == row["side"] and r["gpus"] == 1))
         ],
+        "A model of many GPUs",
     )  # fmt: skip
 
 
 def _peaks(row: dict[str, Any]) -> list[str]:
-    cells = [f"{row['of']['1']['peak'] / MIB:.1f}"]
+    cells = [mib(row["of"]["1"]["peak"], 1)]
     for ranks in ("2", "4"):
-        cells += [f"{row['of'][ranks]['peak'] / MIB:.1f}", f"{share(row, ranks):.2f}"]
+        cells += [mib(row["of"][ranks]["peak"], 1), f"{share(row, ranks):.2f}"]
     return cells
 
 
 def figure(data: dict[str, Any]) -> Any:
     """Peaks in units of 1/ranks; a timeline of messages of one forward pass on two ranks; the model's speedups."""
-    from .figures import _bare, _figure, _foot
-
-    drawn, places = _figure(1, 3, 16, 4.2)
+    drawn, places = canvas(1, 3, 16, 4.2)
     peaks, line, model = places[0]
     rows = data["rows"]
     for n, ranks in enumerate(("2", "4")):
@@ -125,6 +120,6 @@ def figure(data: dict[str, Any]) -> Any:
     model.set_title("a model, not measured", fontsize=9)
     model.legend(fontsize=7, frameon=False)
     for axes in (peaks, line, model):
-        _bare(axes)
-    _foot(drawn, data)
+        bare(axes)
+    foot(drawn, data)
     return drawn

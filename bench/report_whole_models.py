@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Iterator
 
-from .measure import MIB
+from .tables import Row, Section, mib, spread
 
 TITLES = {
     "stock": "stock",
@@ -25,32 +25,29 @@ TEXT = (
     "memory grew in the same call, the C library's heap included. A training step is the mean square of the outputs, "
     "backward and SGD. Error: root mean square of the difference from stock's "
     "result, and its largest element, in units of the result's own; zero is the same bits. Gradients of converted "
-    "models are compared in lean_error.md.\n"
+    "models are compared in lean_error.md."
 )
 
 
-def sections(data: dict[str, Any]) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, text, head and lines of each table."""
-    made = []
+def sections(data: Row) -> Iterator[Section]:
+    yield Section(TEXT)
     for what, group in itertools.groupby(data["rows"], key=lambda row: row["what"]):
         rows = list(group)
         notes = [f"{TITLES[row['form']]}: {row['note']}." for row in rows if row.get("note")]
         head = ["form", "peak, MiB", "of stock's", "process, MiB", "of stock's"]
         head += ["error, rms", "error, most"] * ("error" in rows[0]) + ["ms", "of stock's"] * ("ms" in rows[0])
-        made.append((what, " ".join(notes), head, [_line(row, rows[0]) for row in rows]))
-    return made
+        yield Section(" ".join(notes), head, [_line(row, rows[0]) for row in rows], what)
 
 
-def _line(row: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+def _line(row: Row, stock: Row) -> list[str]:
     line = [TITLES[row["form"]]]
     if "peak" not in row:
         return [*line, row["error"]]
     for key in ("peak", "process"):
-        line += [f"{row[key] / MIB:.0f}", f"{row[key] / stock[key]:.2f}"]
+        line += [mib(row[key]), f"{row[key] / stock[key]:.2f}"]
     if "error" in row:
         line += [f"{row['error'][key]:.1e}" for key in ("rms", "most")]
     if "ms" in row:
         ratio = row["ratio"] or {"median": 1, "least": 1, "most": 1}
-        line += [f"{row['ms']['median']:.0f} ({row['ms']['least']:.0f} to {row['ms']['most']:.0f})"]
-        line += [f"{ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"]
+        line += [spread(row["ms"], 0), spread(ratio)]
     return line

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .drawing import COLOURS, bare, bars, canvas, foot
 from .measure import MIB
+from .tables import Row, Section, mib, spread, verdict
 
-Row = dict[str, Any]
 GROUPS = ("#1f6fb4", "#e0a030", "#b56576", "#6d597a")  # a colour for each number of chunks
 MARKERS = "os^vD<>Pp*Xhd"
 
 
-def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, text, head and lines of each table."""
+def sections(data: dict[str, Any]) -> Iterator[Section]:
     rows = data["rows"]
     one, batch = rows[0], data["batch"]
-    yield (
-        "Losses",
+    yield Section(
         _losses(data),
         [
             "way", "", "ranks", "batch norm sees", "loss, first and last step", "reference", "farthest from it",
@@ -27,13 +26,13 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
             [
                 f"`{row['way']}`", row["title"], str(row["ranks"]), f"{batch // row['chunks']} of {batch}",
                 f"{row['losses'][0]:.6f}, {row['losses'][-1]:.6f}", f"`{row['reference']}`", f"{row['off']:.1e}",
-                "pass" if row["coincides"] else "FAIL", f"{row['off_one']:.1e}",
+                verdict(row["coincides"]), f"{row['off_one']:.1e}",
             ]
             for row in rows
         ],
+        "Losses",
     )  # fmt: skip
-    yield (
-        "Memory and time",
+    yield Section(
         _memory(data),
         [
             "way", "processes x threads", "peak of each rank, MiB", "largest, of one's", "there between steps, MiB",
@@ -42,12 +41,13 @@ def sections(data: dict[str, Any]) -> Iterator[tuple[str, str, list[str], list[l
         [
             [
                 f"`{row['way']}`", f"{row['ranks']} x {row['threads']}", ", ".join(_mib(peak) for peak in row["peaks"]),
-                f"{_share(row, one):.2f}", _mib(max(row["kept"])), _seconds(row["seconds"]),
+                f"{_share(row, one):.2f}", _mib(max(row["kept"])), spread(row["seconds"]),
                 f"{_time(row, one):.2f}", str(row["largest"] or "none"),
                 f"{row['largest'] / one['largest']:.2f}" if one["largest"] else "", str(row["load"]),
             ]
             for row in rows
         ],
+        "Memory and time",
     )  # fmt: skip
 
 
@@ -113,10 +113,8 @@ def _memory(data: dict[str, Any]) -> str:
 
 def figure(data: dict[str, Any]) -> Any:
     """Loss curves, those that should coincide in one colour; and the peak of each rank."""
-    from . import figures
-
     rows = data["rows"]
-    made, ((left, right),) = figures._figure(1, 2, 12.5, 1.6 + 0.42 * max(8, len(rows)))
+    made, ((left, right),) = canvas(1, 2, 12.5, 1.6 + 0.42 * max(8, len(rows)))
     colours = dict(zip(sorted({row["chunks"] for row in rows}), GROUPS * 4, strict=False))
     for i, row in enumerate(rows):
         # Curves lie on each other: marks get smaller, so that all can be seen.
@@ -136,16 +134,13 @@ def figure(data: dict[str, Any]) -> Any:
             right.barh(place - 0.4 + high * (i + 0.5), peak / MIB, high * 0.9, color=colours[row["chunks"]])
         top = max(row["peaks"]) / MIB
         right.text(top, place, f" {top:.0f} MiB, {_share(row, rows[0]):.2f}", va="center", fontsize=6.5)
-    right.axvline(max(rows[0]["peaks"]) / MIB, color=figures.COLOURS["stock"], lw=1, ls=":")
-    right.set_yticks(range(len(rows)), [row["way"] for row in rows])
-    right.invert_yaxis()
-    right.set_xlim(0, right.get_xlim()[1] * 1.15)
-    right.set_xlabel("peak of each rank, MiB; in numbers the largest, and what it is of one's", fontsize=8)
+    right.axvline(max(rows[0]["peaks"]) / MIB, color=COLOURS["stock"], lw=1, ls=":")
+    label = "peak of each rank, MiB; in numbers the largest, and what it is of one's"
+    bars(right, [row["way"] for row in rows], label, 1.15)
     right.set_title(f"DenseNet-{data['depth']}, {data['batch']} x {data['side']}x{data['side']}", fontsize=9)
-    for ax in (left, right):
-        ax.tick_params(labelsize=7)
-        figures._bare(ax)
-    figures._foot(made, data)
+    left.tick_params(labelsize=7)
+    bare(left)
+    foot(made, data)
     return made
 
 
@@ -166,8 +161,4 @@ def _range(values: list[float]) -> str:
 
 
 def _mib(count: int) -> str:
-    return f"{count / MIB:.0f}" if count >= 100 * MIB else f"{count / MIB:.1f}"
-
-
-def _seconds(value: dict[str, float]) -> str:
-    return f"{value['median']:.2f} ({value['least']:.2f} to {value['most']:.2f})"
+    return mib(count, 0 if count >= 100 * MIB else 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from . import measure, report
+from . import measure, report, tables
 
 TARGET = 1.02
 SECONDS = {"full": 25.0, "small": 3.0, "tiny": 0.1}  # a mode and batch
@@ -72,7 +72,7 @@ def measure_all(size: str) -> dict[str, Any]:
                 f"ResNet-18 {mode:<14} batch {batch}: stock {row['ms']['stock']['median']:8.2f} ms, "
                 f"ours/stock {row['ratio']['ours']['median']:.4f} in {timed.rounds} rounds, least times "
                 f"{row['ms']['ours']['least'] / row['ms']['stock']['least']:.4f} "
-                f"(target {TARGET}: {report.verdict(row['met'])})",
+                f"(target {TARGET}: {tables.verdict(row['met'])})",
                 flush=True,
             )
     return data

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
 
 from . import measure, report
 from .launch import launch
@@ -101,7 +102,7 @@ def peaks(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for job in jobs:
         model, x = made(job)
         step(model, x, job["train"])  # what is set up once is there, gradients too
-        peak = measure.allocated_peak(functools.partial(step, model, x, job["train"]))
+        peak = allocated_peak(functools.partial(step, model, x, job["train"]))
         with pc.distributed.Traffic() as traffic:
             step(model, x, job["train"])
         seconds = []

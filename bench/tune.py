@@ -170,10 +170,10 @@ def measured(shape: Shape, device: str, timer: Timer, rounds: int) -> dict[str, 
     calls = calls_of(shape, device)
     wrong = first_calls(calls, shape.pass_, device)
     if wrong:
-        said = "; ".join(f"{side}: {why}" for side, why in wrong.items())
+        refused = "; ".join(f"{side}: {why}" for side, why in wrong.items())
         if set(wrong.values()) == {"OOM"} and len(wrong) == 2:
             return {"error": "OOM"}
-        return {"said": said, "won": wrong == {CUDNN: "OOM"}}  # where cuDNN alone lacks memory
+        return {"refused": refused, "won": wrong == {CUDNN: "OOM"}}  # where cuDNN alone lacks memory
     for call in calls.values():
         call()  # cuDNN has tried its algorithms by now
     taken: dict[str, list[float]] = {side: [] for side in calls}
@@ -200,7 +200,7 @@ def measure_all(shapes: list[Shape], device: str, rounds: int, left: Callable[[]
 def line(shape: Shape, row: dict[str, Any]) -> str:
     if "ms" in row:
         return f"{shape!s:<72} cuDNN {row['ms'][CUDNN]:9.3f} ms  own {row['ms'][OWN]:9.3f} ms  {row['ratio']:.2f}"
-    return f"{shape!s:<72} {row.get('error') or row['said']}"
+    return f"{shape!s:<72} {row.get('error') or row['refused']}"
 
 
 def ratio_of(row: dict[str, Any]) -> float | None:
@@ -263,14 +263,14 @@ def main(argv: list[str] | None = None) -> int:
              "cudnn": torch.backends.cudnn.version(), "rules": rules}  # fmt: skip
     missing = list(unmeasured(shapes, rows))
     data = measure.report_head("tune", arguments.size, "cuda") | {"rows": rows, "rules": rules, "missing": missing}
-    print(report.tune(data))
+    print(report.markdown(data))
     if arguments.dry_run:
         return 0
     if arguments.size == "full":
         write(arguments.rules, name, entry)
         print(f"written: {arguments.rules}")
     device = re.sub(r"[^A-Za-z0-9]+", "-", gpu.name).strip("-").lower()
-    print(*report.render(measure.write_results(data, measure.folder(arguments), f"tune-{device}")))
+    print(*report.store(data, arguments, f"tune-{device}"))
     return 0
 
 

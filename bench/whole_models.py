@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
 
 from . import measure, report
 from .measure import MIB
@@ -197,7 +198,7 @@ def memory(name: str, form: str, size: str, results: str) -> dict[str, Any]:
     peaks: list[int] = []
 
     def counted() -> Tensor:
-        peaks.append(measure.allocated_peak(lambda: made.append(call())))
+        peaks.append(allocated_peak(lambda: made.append(call())))
         return made[0]
 
     process = measure.peak_of(counted)

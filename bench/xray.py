@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import patchconv_native as pc
 
-from . import measure, report, xray_model, xray_ways
+from . import measure, report, tables, xray_model, xray_ways
 from .launch import Found, backend, launch
 from .measure import GIB, MIB
 from .xray_ways import WAYS, chunked, way_of
@@ -115,7 +115,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['way']:<15} {row['ranks']} ranks: peaks {', '.join(f'{peak / MIB:.0f}' for peak in row['peaks'])} MiB, "
         f"step {row['seconds']['median']:.2f} s, loss {row['losses'][0]:.4f} to {row['losses'][-1]:.4f}, off "
-        f"{row['reference']} by {row['off']:.1e} ({report.verdict(row['coincides'])}), largest side {row['largest']}"
+        f"{row['reference']} by {row['off']:.1e} ({tables.verdict(row['coincides'])}), largest side {row['largest']}"
     )
 
 
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-        report.render(measure.write_results(data, measure.folder(arguments)))
+        report.store(data, arguments)
         return 0
     if arguments.ranks != int(os.environ["WORLD_SIZE"]):
         parser().error(f"--ranks: expected torchrun's {os.environ['WORLD_SIZE']}, got {arguments.ranks}")
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         first = dist.get_rank() == 0
         data = measure_all(arguments, in_group, speak=first)
         if first:
-            report.render(measure.write_results(data, measure.folder(arguments)))
+            report.store(data, arguments)
     finally:
         dist.destroy_process_group()
     return 0

@@ -32,7 +32,7 @@ def pytest_report_header() -> str:
     return f"patchconv: devices {', '.join(DEVICES)}; {width}; today's seed {SWEEP_SEED} (PATCHCONV_SEED=N: another)"
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=[pytest.param(one, marks=pytest.mark.cuda) if one == "cuda" else one for one in DEVICES])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
 

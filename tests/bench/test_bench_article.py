@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,43 +16,29 @@ from bench import article, report
 from patchconv_native.memory.report import LOG
 from patchconv_native.planner import Strategy
 
-ROOT = Path(__file__).resolve().parents[2]
-pytest.importorskip("matplotlib")
 pytest.importorskip("torchvision")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.article", "--size", "tiny", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_it_runs(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    data = json.loads((tmp_path / "article.json").read_text())
+def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
+    data = results(article)
     assert [row["form"] for row in data["rows"]] == list(article.FORMS)
     assert [row["form"] for row in data["measured"] if row["device"] == "cpu"] == list(article.FORMS)
-    assert len(done.stdout.splitlines()) == len(data["rows"]) + len(data["measured"])
+    assert len(data["printed"]) == len(data["rows"]) + len(data["measured"])
     for row in data["rows"]:
-        assert row["met"] == (row["peak"] <= 0.15 * data["rows"][0]["peak"])
         assert row["peak"] > row["static"] > 0 and row["at"]["phase"] in ("forward", "backward", "optimizer")
     for row in data["measured"]:
         assert row["of_prediction"] == pytest.approx(1, abs=0.05) and row["ms"]["least"] > 0 and row["rounds"] >= 3
-        assert row["above"] == row["peak"] - row["static"] and row["resident"] > 0
-    text = (tmp_path / "article.md").read_text()
-    verdicts = sum(text.count(f"| {word} |") for word in ("met", "NOT MET"))
-    assert "trial of the script" in text and verdicts == len(data["rows"])
-    for row in data["rows"]:  # a form that meets the target is said to
-        row |= {"ratio": 0.1, "met": True}
-    assert "NOT MET" not in report.article(data) and "Met by: baseline" in report.article(data)
-    assert (tmp_path / "article.png").stat().st_size > 10_000
+        assert 0 < row["above"] < row["peak"] and row["resident"] > 0
+    # Nothing meets the target at this size; a form that does is said to.
+    assert data["text"].count("| NOT MET |") == len(data["rows"]) and "No form meets it" in data["text"]
+    data["rows"][0] |= {"ratio": 0.1, "met": True}
+    text = report.markdown(data)
+    assert text.count("| met |") == 1 and "Met by: baseline" in text
 
 
 def test_the_log(tmp_path: Path) -> None:
-    done = run("--log", str(tmp_path / "log.csv"), "--form", "checkpoints, ours", "--out", str(tmp_path / "none"))
-    assert done.returncode == 0, done.stderr
+    options = ["--log", str(tmp_path / "log.csv"), "--form", "checkpoints, ours", "--out", str(tmp_path / "none")]
+    assert article.main(["--size", "tiny", *options]) == 0
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
     assert tuple(rows[0]) == LOG and {"forward", "backward", "recompute", "optimizer"} == {row["phase"] for row in rows}
     assert "layers.layer4_0.conv2" in {row["module"] for row in rows} and not (tmp_path / "none").exists()

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.ranks import needs_gloo
 
 from bench import checkpointing
 
-ROOT = Path(__file__).resolve().parents[2]
-pytest.importorskip("matplotlib")
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo")
-def test_it_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.checkpointing", "--size", "tiny", "--out", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    data = json.loads((tmp_path / "checkpointing.json").read_text())
+@needs_gloo
+def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
+    data = results(checkpointing)
     assert [row["form"] for row in data["rows"]] == list(checkpointing.FORMS)
-    assert len(done.stdout.splitlines()) == len(data["rows"])
     for row in data["rows"]:
         assert row["peak"] >= 0 and row["ms"]["least"] > 0 and row["rounds"] >= 3
         assert len(row["ddp"]["peaks"]) == 2 and row["ddp"]["ms"]["least"] > 0
         assert row["errors"]["batches"] == ([2] if row["form"] == "torch" else [1])
         assert (row["errors"]["running_mean"] > 1e-4) == (row["form"] == "torch")
-    text = (tmp_path / "checkpointing.md").read_text()
-    assert "trial of the script" in text and text.count("\n| ") == 2 + len(data["rows"])
+    assert data["text"].count("\n| ") == 2 + len(data["rows"])
 
 
 @pytest.mark.parametrize("form", checkpointing.FORMS)

@@ -3,11 +3,7 @@ should be. No speed is tested."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,25 +12,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-import patchconv_native as pc
-from bench import conv_cases, conv_errors, conv_gpu, conv_rivals, gpu, report, report_convs
+from bench import conv_cases, conv_errors, conv_gpu, conv_rivals, report_gpu
 from bench.conv_cases import ConvJob
 
 LAYOUTS = ("NCHW", "channels_last")
-
-
-@pytest.fixture(autouse=True)
-def settings_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The section sets torch's; and a build without the fused operator has one of stock operators here."""
-    before = (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)
-    if not hasattr(torch.ops.patchconv, "conv2d_fused"):
-
-        def fused(job: ConvJob, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            return pc.functional.conv2d(x, weight, bias, job.stride, job.padding, 1, job.groups).relu()
-
-        monkeypatch.setattr(conv_rivals, "fused", fused)
-    yield
-    (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) = before
 
 
 def layers(model: torch.nn.Module, side: int) -> set[tuple[Any, ...]]:
@@ -162,14 +143,14 @@ def test_the_large_probe_notices_a_mistake(what: str, monkeypatch: pytest.Monkey
 
 
 def sides(**ms: float) -> dict[str, Any]:
-    names = {"native": conv_rivals.NATIVE, "auto": conv_rivals.AUTO, "stock": conv_rivals.STOCK}
+    names = {"native": conv_cases.NATIVE, "auto": conv_cases.AUTO, "stock": conv_rivals.STOCK}
     names |= {"cudnn": conv_rivals.CUDNN}
     return {names[name]: {"ms": {"median": value, "least": value, "most": value}, "workspace": 2**20, "path": "native"}
             for name, value in ms.items()}  # fmt: skip
 
 
 def judged(job: ConvJob, pass_: str = "fprop", error: float = 1.0, h100: bool = False, **ms: float) -> dict[str, Any]:
-    errors = {"noise": {conv_rivals.NATIVE: error * 2.0**-8, conv_rivals.STOCK: 2.0**-8}}
+    errors = {"noise": {conv_cases.NATIVE: error * 2.0**-8, conv_rivals.STOCK: 2.0**-8}}
     row = job.facts() | {"pass": pass_, "sides": sides(**ms), "errors": errors, "floor_bytes": job.bytes}
     return row | conv_gpu.judged(job, pass_, row, h100)
 
@@ -179,11 +160,11 @@ def test_rows_are_judged() -> None:
     row = judged(job, native=2.0, auto=3.0, stock=5.0, cudnn=2.5)
     assert row["fastest_rival"] == conv_rivals.CUDNN and row["figures"]["of_rival"] == 1.25
     assert row["met"] == {"memory_mib": True, "error": True, "auto_of_rival": False, "of_rival": False}
-    assert "floor_ms" not in row and "of_roofline" not in row["sides"][conv_rivals.NATIVE]
+    assert "floor_ms" not in row and "of_roofline" not in row["sides"][conv_cases.NATIVE]
     row = judged(job, native=1.9, auto=1.9, stock=5.0, cudnn=2.5, error=1.11, h100=True)
     assert row["met"] == {"memory_mib": True, "error": False, "auto_of_rival": True, "of_rival": True}
-    assert row["sides"][conv_rivals.NATIVE]["of_roofline"] == pytest.approx(1.55 / 1.9, abs=0.01)
-    row["sides"][conv_rivals.AUTO]["workspace"] = 65 * 2**20
+    assert row["sides"][conv_cases.NATIVE]["of_roofline"] == pytest.approx(1.55 / 1.9, abs=0.01)
+    row["sides"][conv_cases.AUTO]["workspace"] = 65 * 2**20
     assert not conv_gpu.judged(job, "fprop", row, False)["met"]["memory_mib"]
     failed = {"sides": {side: {"error": "OOM"} for side in conv_rivals.OURS}, "errors": {"error": "OOM"}}
     assert not any(conv_gpu.judged(job, "fprop", failed, True)["met"].values())
@@ -193,19 +174,21 @@ def test_verdicts_and_rivals() -> None:
     job = next(conv_cases.jobs("full"))
     rows = [judged(job, native=2.0, auto=3.0, stock=5.0, cudnn=1.0), judged(job, native=1.0, auto=1.0, stock=5.0)]
     rows[1]["sides"]["CUTLASS"] = rows[0]["sides"]["CUTLASS"] = {"error": "not installed"}
-    lines = {(line[0], line[1]): line for line in report_convs.verdicts(rows)}
-    assert lines["fprop", report_convs.TITLES["of_rival"]][2:] == [
-        ">= 1.3", "1 of 2", "0.50 (64->64 4096x4096 k3 bfloat16 NCHW)", "NOT MET",
+    lines = {(line[0], line[1]): line for line in report_gpu.conv_targets(rows).rows}
+    assert lines["fprop", report_gpu.CONV_TITLES["of_rival"]][2:] == [
+        ">= 1.3", "1 of 2", "0.50 (64->64 4096x4096 k3 bfloat16 NCHW)", "FAIL",
     ]  # fmt: skip
-    assert lines["fprop", report_convs.TITLES["memory_mib"]][2:4] == ["<= 64", "2 of 2"]
-    by_rival = {line[1]: line[4:] for line in report_convs.rivals(rows)}
-    assert by_rival["stock"] == ["2", "2", "0", "3.75", "2.50", "5.00"]
-    assert by_rival["cudnn_convolution_relu"] == ["1", "0", "1", "0.50", "0.50", "0.50"]
-    assert by_rival["CUTLASS"][:2] == ["0", "not installed"]
+    assert lines["fprop", report_gpu.CONV_TITLES["memory_mib"]][2:4] == ["<= 64", "2 of 2"]
+    by_rival = {line[1]: line[4:] for line in report_gpu.rivals(rows)}
+    assert by_rival["stock"] == [2, 2, 0, "3.75", "2.50", "5.00"]
+    assert by_rival["cudnn_convolution_relu"] == [1, 0, 1, "0.50", "0.50", "0.50"]
+    assert by_rival["CUTLASS"][:2] == [0, "not installed"]
     failed = job.facts() | {"pass": "fprop", "error": "OOM"}
-    assert report_convs.verdicts([*rows, failed])[-1][-1] == "1 NOT MET"
-    head, lines_ = report_convs.lines_of([*rows, failed])
-    assert {len(line) for line in lines_} == {len(head)} and "OOM" in lines_[-1]
+    assert list(report_gpu.conv_targets([*rows, failed]).rows)[-1][3:] == [
+        "1", "64->64 4096x4096 k3 bfloat16 NCHW: OOM", "FAIL",
+    ]  # fmt: skip
+    *_, table = report_gpu.convs({"rows": [*rows, failed]})
+    assert {len(line) for line in table.rows} == {len(table.head)} and "OOM" in table.rows[-1]
 
 
 @pytest.mark.parametrize("pass_", conv_cases.PASSES)
@@ -236,32 +219,6 @@ def test_errors_notice_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = conv_rivals.fused
     monkeypatch.setattr(conv_rivals, "fused", lambda *given: fused(*given) * (1 + 2.0**-6))
     assert conv_gpu.error_ratio(job, conv_gpu.errors(job, "fprop", "cpu")) > 1.5
-
-
-def test_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the CPU, at its tiniest, into a results file that holds every row, and its report."""
-    one = gpu.Run(argparse.Namespace(device="cpu", size="tiny", out=tmp_path, budget=100.0))
-    gpu.PARTS["convs"](one)
-    one.save()
-    data = json.loads(one.path.read_text())
-    rows = data["convs"]["rows"]
-    wanted = [(job.name, job.dtype, job.layout, pass_) for job in conv_cases.jobs("tiny")
-              for pass_ in conv_cases.PASSES]  # fmt: skip
-    assert [(row["name"], row["dtype"], row["layout"], row["pass"]) for row in rows] == wanted
-    for row in rows:
-        assert "error" not in row and row["figures"]["error"] > 0 and row["fastest_rival"], row
-        assert row["met"].keys() == row["targets"].keys() == conv_cases.targets(
-            ConvJob(**{k: row[k] for k in ConvJob.__dataclass_fields__}), row["pass"]).keys()  # fmt: skip
-        assert min(side["calls"] for side in row["sides"].values() if "ms" in side) >= 10
-        assert row["sides"][conv_rivals.NATIVE]["path"] in ("stock", "tiled", "native")
-        assert (row["pass"] == "fprop") == (conv_rivals.CUDNN in row["sides"])
-    assert [probe["wrong"] for probe in data["convs"]["probes"]] == [""] * len(conv_gpu.PROBES)
-    assert not data.get("missing")
-    text, picture = (path.read_text() if path.suffix == ".md" else path for path in report.render(one.path))
-    for title in ("targets", "rivals", "time, memory, error", "large tensors"):
-        assert f"## Convolutions: {title}" in text
-    assert Path(picture).stat().st_size > 1000
-    assert "NOT MET" in capsys.readouterr().out or all(all(row["met"].values()) for row in rows)
 
 
 def test_what_there_was_no_time_for_is_said() -> None:

@@ -1,10 +1,8 @@
-"""bench.gpu on the memory-bound kernels: its checks notice mistakes, its sections time what they name. No speed is
-tested."""
+"""bench.gpu on the memory-bound kernels: its sections time what they name. No speed is tested."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +11,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from bench import correct_kernels, gpu, gpu_jobs, gpu_kernels, gpu_norms, report_kernels
-
-
-@pytest.mark.parametrize(
-    ("name", "mistake"),
-    [
-        ("mask leaky_relu torch.float32 noise", lambda y: y * (1 + 1e-6)),
-        ("mask relu torch.float16 ramp ((8191,)", lambda y: y + y * 2.0**-10),
-        ("max pool 2x2 torch.float32", lambda y: y.roll(1, -1)),
-        ("dropout 0.5 0.25 -1.5 torch.float32", lambda y: y.roll(1, -1)),
-    ],
-)
-def test_the_checks_of_kernels_notice_a_mistake(
-    name: str, mistake: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = next(check for other, check in correct_kernels.checks() if other.startswith(name))
-    assert check("cpu")[1] == ""
-
-    class Wrong:
-        def __getattr__(self, operator: str) -> Any:
-            return lambda *arguments: mistake(getattr(torch.ops.patchconv, operator)(*arguments))
-
-    kind = name.split()[1]
-    if kind in correct_kernels.ACTIVATIONS:
-        ours, stock = correct_kernels.ACTIVATIONS[kind]
-        monkeypatch.setitem(correct_kernels.ACTIVATIONS, kind, (lambda x: mistake(ours(x)), stock))
-    monkeypatch.setattr(correct_kernels, "ops", Wrong())
-    worst, wrong = check("cpu")
-    assert worst > 1 and "error" in wrong
-
-
-def test_the_large_probe_of_kernels_notices_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"elements": 3 * 2**16 + 4, "width": 64}
-    assert correct_kernels.probe_large("cpu", **small) == (0.0, "")
-    shifted = lambda seed, p, count, first: kept(seed, p, count, first + 1)  # noqa: E731
-    kept = correct_kernels.kept
-    monkeypatch.setattr(correct_kernels, "kept", shifted)
-    worst, wrong = correct_kernels.probe_large("cpu", **small)
-    assert worst > 1 and wrong.count("dropout") == 3 and "mask" not in wrong and "max pool" not in wrong
-    monkeypatch.setattr(correct_kernels.F, "max_unpool2d", lambda *a, **k: torch.zeros(()))
-    assert correct_kernels.probe_large("cpu", **small)[1].count("max pool") == 3
-
-
-def test_philox() -> None:
-    """The words that the generator's authors give for key and counter 0."""
-    words = correct_kernels.philox(0, 0, 4)
-    assert [hex(int(word)) for word in words] == ["0x6627e8d5", "0xe169c58d", "0xbc57ac4c", "0x9b00dbd8"]
-    assert (correct_kernels.philox(2**62 + 3, 5, 9) == correct_kernels.philox(2**62 + 3, 0, 29)[20:]).all()
+from bench import gpu, gpu_jobs, gpu_kernels, gpu_norms, report_gpu
 
 
 def test_sections_name_what_they_leave_out() -> None:
@@ -92,8 +43,8 @@ def test_a_cache_saves_the_second_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_allocated_besides_the_results_is_told() -> None:
     job = next(gpu_norms.norms("tiny"))
     least, most = (job.facts | {"workspace": {"ours": bytes}, "allowed": 2**16} for bytes in (2**16, 2**16 + 2**19))
-    assert report_kernels.allocations([least]) == "Of 1 rows 0 allocate more than they may besides their results"
-    assert report_kernels.allocations([least, most, job.facts | {"error": "OOM"}]) == (
+    assert report_gpu.allocations([least]) == "Of 1 rows 0 allocate more than they may besides their results"
+    assert report_gpu.allocations([least, most, job.facts | {"error": "OOM"}]) == (
         "Of 2 rows 1 allocate more than they may besides their results; batch norm + ReLU, eval forward float32 NCHW "
         "0.0625 MiB: 0.56 MiB instead of 0.06"
     )
@@ -127,16 +78,17 @@ def test_verdicts_on_kernels() -> None:
     job = next(job for job in gpu_kernels.masks("full") if job.pass_ == "backward")
     times = {"of_copy": 0.95, "of_stock": 1.34, "met": {"of_copy": True, "of_stock": False}}
     better = times | {"of_stock": 1.36, "met": {"of_copy": True, "of_stock": True}}
-    verdicts = report_kernels.verdicts([job.facts | times, job.facts | better])
-    assert verdicts == [
-        ["relu backward", "share of copy's rate", ">= 0.90", "2 of 2", "0.95 (float32, dense, 256 MiB)", "met"],
-        ["relu backward", "stock's time in units of ours", ">= 1.35", "1 of 2", "1.34 (float32, dense, 256 MiB)",
-         "NOT MET"],
-    ]  # fmt: skip
+    label = "relu backward float32 dense 256 MiB"
+    assert report_gpu.kernel_targets([job.facts | times, job.facts | better]).rows == [
+        ["relu backward", "share of copy's rate", ">= 0.9", "2 of 2", f"0.95 ({label})", "pass"],
+        ["relu backward", "stock's time in units of ours", ">= 1.35", "1 of 2", f"1.34 ({label})", "FAIL"],
+    ]
     failed = job.facts | {"error": "OOM"}
-    assert report_kernels.verdicts([failed])[0][3:] == ["0 of 1", "none", "NOT MET"]
-    assert report_kernels.lines_of([failed])[0][5] == "OOM"
-    assert len(report_kernels.lines_of([failed])[0]) == len(report_kernels.ROWS_HEAD)
+    lines = list(report_gpu.kernel_targets([failed]).rows)
+    assert lines[0][3:] == ["0 of 1", "not measured", "FAIL"] and lines[-1][4:] == [f"{label}: OOM", "FAIL"]
+    *_, all_rows = report_gpu.kernels("masks", [failed])
+    (line,) = all_rows.rows
+    assert line[5] == "OOM" and len(line) == len(all_rows.head)
 
 
 @pytest.mark.parametrize("code", [0, 99, None])
@@ -156,7 +108,7 @@ def test_sanitizers(code: int | None, tmp_path: Path, monkeypatch: pytest.Monkey
     gpu.sanitizer(one)
     assert [command[2] for command in commands] == ["memcheck", "racecheck"]
     assert "kns=patchconv" in commands[1] and "kns=patchconv" not in commands[0]
-    assert [command[-1] for command in commands] == ["all", "kernels"]
+    assert all(command[-len(gpu.FEW) :] == gpu.FEW for command in commands)
     said = "not finished in time" if code is None else "RACECHECK SUMMARY: 1 hazard"
     assert one.data["sanitizer"]["summary"] == f"memcheck: ERROR SUMMARY: 0 errors; racecheck: {said}"
     assert one.data["sanitizer"]["exit"] == code

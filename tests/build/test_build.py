@@ -144,7 +144,7 @@ import os, pathlib, runpy, sys
 os.environ["PATCHCONV_CUDA"] = "0"
 facts = runpy.run_path("setup.py", run_name="probe")
 places = [("CUDA_HOME", pathlib.Path("/nowhere")), ("/usr/local/cuda", pathlib.Path("/no"))]
-sys.modules["bench.cuda_toolkit"].candidate_homes = lambda: places
+facts["find_toolkit"].__globals__["candidate_homes"] = lambda: places
 os.environ["PATCHCONV_CUDA"] = "{choice}"
 print(facts["decide"]().reason)
 """

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import kernels
-from bench.cuda_toolkit import Toolkit
-from bench.kernels import Budget, Use
+from bench.kernels import Budget, Toolkit, Use
 
 SPACE = "_ZN9patchconv7kernels39_GLOBAL__N__2a07bc25_7_mask_cu_d15a6f32"
 MASK = f"{SPACE}20mask_backward_kernelINS0_8BFloat16EEEvNS0_12MaskBackwardEb"

@@ -1,4 +1,4 @@
-"""memory.trace against what is known by hand, by another census, and by a bare allocator's count."""
+"""memory.trace against what is known by hand, by torch's hooks, and by a bare allocator's count."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.counts import saved_bytes
 from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory import trace
+from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.memory.sizes import total
-
-bench_census = pytest.importorskip("bench.census")
-bench_measure = pytest.importorskip("bench.measure")
 
 MIB = 2**20
 
@@ -58,7 +57,7 @@ def test_watching_changes_nothing(form: str) -> None:
     model, x = FORMS[form](residual()), torch.randn(2, 3, 48, 48)
     model(x).sum().backward()
     model.zero_grad(set_to_none=True)
-    want = bench_measure.allocated_peak(lambda: model(x).sum().backward())
+    want = allocated_peak(lambda: model(x).sum().backward())
     model.zero_grad(set_to_none=True)
     report = trace(model, x)
     assert report.peak - report.static == pytest.approx(want, rel=2e-3)
@@ -66,9 +65,9 @@ def test_watching_changes_nothing(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["stock", "convert", "functional"])
-def test_saved_bytes_are_those_of_the_other_census(form: str) -> None:
+def test_saved_bytes_are_those_of_hooks(form: str) -> None:
     model, x = FORMS[form](residual()), torch.randn(2, 3, 40, 40)
-    want = bench_census.saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
+    want = saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
     loss = trace(model, x, loss=lambda y: y.sum()).saved
     assert loss == want
 

@@ -1,7 +1,7 @@
-"""Where a CUDA toolkit is found: for setup.py, which builds with it, and bench/kernels.py, which checks kernels.
+"""Finds the CUDA toolkit: setup.py builds with it, bench/kernels.py compiles kernels with it.
 
-A folder counts only if it holds what a build needs: the headers, nvcc and the CUDA runtime. Nothing is run and nothing
-but the standard library is imported.
+A folder counts only if it holds what a build needs: the headers, nvcc and the CUDA runtime. Both users run without a
+built package, so they load this file by its path, and it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import importlib.util
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Toolkit:
+class Toolkit(NamedTuple):
     home: Path
     version: tuple[int, int]
     found: str  # how it was found, for the one-line statement

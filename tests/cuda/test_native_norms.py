@@ -1,29 +1,30 @@
-"""Norms with and without their activation, and residual sums with ReLU, against float64: a part of bench.correct.
+"""Norms with and without their activation, and residual sums with ReLU, against float64.
 
-Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the
-rounded tensors that the device gets. An error may be 1.1 times stock's largest, on the same input and device, and one
-rounding of the result's largest number. Numbers a channel and the input's gradient may have two, since they are made
-of others that are rounded to float32, the deviation among them; and a sum over a channel, in which terms cancel, is
-for that as large as the root of the sum of their squares. Where a ReLU's input is zero but for rounding, two right
-answers differ in the whole gradient: exact gradients are those behind the mask that the side's own output has, and
-the output says that the mask is right.
+Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the rounded
+tensors that the device gets. An error may be 1.1 times stock's largest on the same input and device, plus one rounding
+of the result's largest number. One value per channel, and the input's gradient, may have two roundings, since they
+depend on values that are rounded to float32 first, such as the deviation. The terms of a sum over a channel cancel: its
+rounding is taken of the root of the sum of their squares. Where a ReLU's input is zero but for rounding, two right
+answers differ in the whole gradient. So exact gradients use the mask of the output that is tested, and the test of the
+output shows that this mask is right.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
+from support.checks import UNIT
+from support.native import DTYPES, contents, laid_out, native, some
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native as pc
-
-from .cases import UNIT, contents
-from .correct_kernels import DTYPES, Found, native
 
 ops, lf = torch.ops.patchconv, pc.functional
 EPS, MOMENTUM = 1e-5, 0.3
@@ -105,6 +106,7 @@ FORMS: list[tuple[tuple[int, ...], int, bool]] = [
     ((1, 8, 67, 65), 1, False), ((2, 40, 33, 31), 0, True), ((3, 130, 6, 6), 1, True), ((5, 12, 9), 1, False),
     ((2, 64, 32, 32), 0, False), ((2, 6, 5, 6, 7), 0, True), ((37, 5), 0, False),
 ]  # fmt: skip
+LARGE_PLANE = FORMS[4]
 
 
 def filled(shape: tuple[int, ...], content: str, generator: torch.Generator) -> Tensor:
@@ -113,14 +115,6 @@ def filled(shape: tuple[int, ...], content: str, generator: torch.Generator) -> 
         return contents(shape, content, generator)
     sign = torch.arange(shape[1]).view(-1, *[1] * (len(shape) - 2)) % 2 * 2 - 1
     return torch.randn(shape, generator=generator) + 100 * sign
-
-
-def placed(values: Tensor, off: int, channels_last: bool, device: str) -> Tensor:
-    """On the device, dense, `off` elements from an aligned address."""
-    order = values.movedim(1, -1) if channels_last else values
-    room = torch.empty(values.numel() + off, dtype=values.dtype, device=device)
-    there = room[off:].view(order.shape).copy_(order)
-    return there.movedim(-1, 1) if channels_last else there
 
 
 def given(norm: Norm, dtype: torch.dtype, content: str, shape: tuple[int, ...]) -> Given:
@@ -169,42 +163,158 @@ def exact(norm: Norm, here: Given, grad: Tensor, output: Tensor) -> tuple[dict[s
     return found, sizes
 
 
-def check(name: str, dtype: torch.dtype, content: str, form: tuple[tuple[int, ...], int, bool], device: str) -> Found:
-    norm, (shape, off, channels_last) = NORMS[name], form
+def check(
+    norm: Norm, dtype: torch.dtype, content: str, form: tuple[tuple[int, ...], int, bool], device: str = "cpu"
+) -> None:
+    shape, *place = form
     here = given(norm, dtype, content, shape)
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(31)).to(dtype)
-    put = partial(placed, off=off, channels_last=channels_last, device=device)
-    there = here.map(lambda t: put(t) if t.dim() > 1 else t.to(device))
+    there = here.map(lambda t: laid_out(t, *place, device) if t.dim() > 1 else t.to(device))
+    there_grad = laid_out(grad, *place, device)
     with native(device):
-        ours = outcome(norm, norm.ours, there, put(grad))
-    stock = outcome(norm, lambda g: norm.activated(norm.stock(g)), there, put(grad))
+        ours = outcome(norm, norm.ours, there, there_grad)
+    stock = outcome(norm, lambda g: norm.activated(norm.stock(g)), there, there_grad)
     (wanted, sizes), (theirs, _) = (exact(norm, here, grad, side["output"]) for side in (ours, stock))
-    worst = 0.0
     for part, got in ours.items():
-        if got.shape != stock[part].shape or got.dtype != stock[part].dtype:
-            return float("inf"), f"{part}: {got.dtype} {tuple(got.shape)}"
+        came = f"{part}: {got.dtype} {tuple(got.shape)}"
+        assert (got.dtype, got.shape) == (stock[part].dtype, stock[part].shape), came
         if part.startswith("running") and not norm.moves:
-            if not torch.equal(got, getattr(there, "mean" if part.endswith("mean") else "var")):
-                return float("inf"), f"{part}: it was moved"
+            assert torch.equal(got, there.mean if part.endswith("mean") else there.var), f"{part}: it was moved"
             continue
         stocks = float((stock[part].cpu().double() - theirs[part]).abs().max())
-        bound = 1.1 * stocks + (2 if got.dim() == 1 or part == "gradient of x" else 1) * UNIT[got.dtype] * sizes[part]
+        roundings = 2 if got.dim() == 1 or part == "gradient of x" else 1
+        bound = 1.1 * stocks + roundings * UNIT[got.dtype] * sizes[part]
         bound += 2.0**-25 if got.dtype == torch.float16 else 1e-300  # half a step between denormal numbers
-        ratio = float(((got.cpu().double() - wanted[part]).abs() / bound).nan_to_num(float("inf")).max())
-        if ratio > 1:
-            return ratio, f"{part}: error {ratio:.3g} times its bound"
-        worst = max(worst, ratio)
-    return worst, ""
+        error = (got.cpu().double() - wanted[part]).abs().nan_to_num(float("inf")).max()
+        assert error <= bound, f"{part}: error {float(error / bound):.3g} times its bound"
 
 
-def checks(few: bool = False) -> Iterator[tuple[str, Callable[[str], Found]]]:
-    """Every operator in every type; contents and forms take turns."""
-    turns = itertools.cycle(itertools.product(CONTENTS, FORMS))
-    for name, dtype in itertools.product(NORMS, DTYPES[: 2 if few else 3]):
-        fitting = (turn for turn in turns if len(turn[1][0]) >= NORMS[name].least_dims)
-        for content, form in itertools.islice(fitting, 1 if few else 9):  # 9 and 44 have no common divisor
-            yield f"norm {name} {dtype} {content} {form}", partial(check, name, dtype, content, form)
+@pairwise(
+    lambda name, form, **_: len(FORMS[form][0]) >= NORMS[name].least_dims,
+    name=list(NORMS), dtype=list(DTYPES), content=CONTENTS, form=some(range(len(FORMS))),
+)  # fmt: skip
+def test_as_exact_as_stock(device: str, name: str, dtype: str, content: str, form: int) -> None:
+    check(NORMS[name], DTYPES[dtype], content, FORMS[form], device)
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes are noticed
+
+
+def statistics(g: Given) -> tuple[Tensor, Tensor]:
+    var, mean = torch.var_mean(g.x, [0, 2, 3], correction=0)
+    return mean, var
+
+
+def mapped(g: Given, mean: Tensor, var: Tensor) -> Tensor:
+    return F.batch_norm(g.x, mean.to(g.mean.dtype), var.to(g.var.dtype), g.weight, g.bias, False, 0, EPS)
+
+
+def moved(g: Given, momentum: float) -> None:
+    count = g.x.numel() / g.x.shape[1]
+    mean, var = (t.detach() for t in statistics(g))
+    g.mean.lerp_(mean.to(g.mean.dtype), momentum)
+    g.var.lerp_((var * count / (count - 1)).to(g.var.dtype), momentum)
+
+
+def unbiased(g: Given) -> Tensor:
+    """Normalised by the variance that the running one is moved by."""
+    moved(g, MOMENTUM)
+    count = g.x.numel() / g.x.shape[1]
+    return lf.batch_norm(g.x, None, None, g.weight * ((count - 1) / count) ** 0.5, g.bias, True, 0.0, EPS)
+
+
+def constant_statistics(g: Given) -> Tensor:
+    """A gradient that does not go through the statistics."""
+    mean, var = (t.detach() for t in statistics(g))
+    y = lf.batch_norm(g.x, g.mean, g.var, g.weight, g.bias, True, MOMENTUM, EPS)
+    z = mapped(g, mean, var)
+    return y.detach() + (z - z.detach())  # the values are right to the bit
+
+
+def of_squares(g: Given) -> Tensor:
+    """The variance as the difference of two large numbers, in float32."""
+    moved(g, MOMENTUM)
+    x = g.x.detach().float()
+    mean = x.mean([0, 2, 3])
+    var = x.square().mean([0, 2, 3]) - mean.square()
+    return mapped(g, mean, var.clamp(min=0))
+
+
+def other_momentum(g: Given) -> Tensor:
+    return lf.batch_norm(g.x, g.mean, g.var, g.weight, g.bias, True, MOMENTUM + 1e-5, EPS)
+
+
+def swapped_gradient(g: Given) -> Tensor:
+    """What a ReLU lets through is what it should not."""
+    z = lf.batch_norm(g.x, g.mean, g.var, g.weight, g.bias, False, MOMENTUM, EPS)
+    return torch.where(z > 0, z.detach(), 0.0 * z.detach()) + (leak := z * (z <= 0)) - leak.detach()
+
+
+def shifted_mask(g: Given) -> Tensor:
+    """Bits read one element too far."""
+    z = lf.batch_norm(g.x, g.mean, g.var, g.weight, g.bias, True, MOMENTUM, EPS)
+    kept = z * (z.flatten().roll(1).view_as(z) > 0)
+    return F.relu(z).detach() + kept - kept.detach()
+
+
+def wrong_group(g: Given) -> Tensor:
+    groups = groups_of(g.x)
+    return lf.group_norm(g.x, groups // 2, g.weight, g.bias, EPS)
+
+
+def coarse_silu(g: Given) -> Tensor:
+    """A sigmoid of 12 bits."""
+    z = lf.group_norm(g.x, groups_of(g.x), g.weight, g.bias, EPS)
+    return z * (torch.sigmoid(z) * 4096).round().div(4096).detach() + (y := F.silu(z)) - y.detach() - z + z.detach()
+
+
+MISTAKES: dict[str, tuple[str, torch.dtype, str, Callable[[Given], Tensor], str]] = {
+    "unbiased variance": ("batch_norm", torch.float32, "noise", unbiased, "output"),
+    "statistics taken for constants": ("batch_norm", torch.float32, "noise", constant_statistics, "gradient of x"),
+    "variance from squares": ("batch_norm", torch.float32, "far", of_squares, "output"),
+    "momentum": ("batch_norm", torch.float32, "ramp", other_momentum, "running"),
+    "eps": ("batch_norm eval", torch.float32, "noise",
+            lambda g: lf.batch_norm(g.x, g.mean, g.var, g.weight, g.bias, False, 0.1, 1.2e-5), "output"),
+    "statistics moved in eval mode": ("batch_norm eval", torch.bfloat16, "noise", other_momentum, "output"),
+    "mask turned round": ("batch_norm_relu eval frozen", torch.float16, "noise", swapped_gradient, "gradient of x"),
+    "mask shifted": ("batch_norm_relu", torch.bfloat16, "steps", shifted_mask, "gradient of x"),
+    "no activation": ("batch_norm_relu", torch.bfloat16, "ramp", NORMS["batch_norm"].ours, "output"),
+    "groups": ("group_norm", torch.float16, "noise", wrong_group, "output"),
+    "groups, not instances": ("instance_norm", torch.float32, "noise", NORMS["group_norm"].ours, "output"),
+    "sigmoid": ("group_norm_silu", torch.float32, "noise", coarse_silu, "output"),
+    "gradient of one term": ("add_relu", torch.float32, "noise",
+                             lambda g: lf.add_relu(g.x, 2 * g.other - g.other.detach()), "gradient of other"),
+    "a rounding too many": ("add_relu", torch.float32, "noise", lambda g: lf.add_relu(g.x * (1 + 2.0**-20), g.other),
+                            "output"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    name, dtype, content, wrong, part = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=f"^{part}"):
+        check(replace(NORMS[name], ours=wrong), dtype, content, LARGE_PLANE)
+
+
+def test_statistics_that_are_moved_in_eval_mode() -> None:
+    def ours(g: Given) -> Tensor:
+        y = NORMS["batch_norm"].stock(g.map(Tensor.clone))  # any result
+        g.var.mul_(1 + 2.0**-20)
+        return y
+
+    with pytest.raises(AssertionError, match="running variance: it was moved"):
+        check(Norm(ours, NORMS["batch_norm"].stock), torch.float32, "noise", LARGE_PLANE)
+
+
+def test_a_result_in_another_type() -> None:
+    norm = replace(NORMS["add_relu"], ours=lambda g: lf.add_relu(g.x, g.other).double())
+    with pytest.raises(AssertionError, match=r"output: torch\.float64"):
+        check(norm, torch.float32, "noise", LARGE_PLANE)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# More than 2^31 elements
 
 PART = 2**23  # pixels that are looked at in float64 at a time
 
@@ -217,9 +327,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, squares.sum(0) / x.shape[1]
 
 
-def probe_large(device: str, height: int = 131_072, width: int = 4104, channels: int = 4) -> Found:
-    """Batch norm with ReLU in training, forward and backward in both layouts, and a sum with ReLU, of over 2^31
-    elements (bfloat16), at telling places. The gradient of the output is the input, which saves another tensor."""
+def probe(device: str, height: int, width: int, channels: int) -> list[str]:
+    """Batch norm with ReLU in training, forward and backward in both layouts, and a sum with ReLU (bfloat16): what is
+    wrong at the places that are looked at. The gradient of the output is the input, which saves another tensor.
+    """
     generator = torch.Generator(device).manual_seed(37)
     flat = torch.empty(height * width * channels, dtype=torch.bfloat16, device=device)
     for part in flat.split(2**27):
@@ -266,4 +377,45 @@ def probe_large(device: str, height: int = 131_072, width: int = 4104, channels:
                     if not bool((error <= UNIT[torch.bfloat16] * want.abs() + 1e-4).all()):
                         wrong.append(f"{name} of channel {channel} at {start}, {layout}")
             del y, mine, back, mine_back
-    return (float("inf"), f"above 2^31 elements: {', '.join(wrong)}") if wrong else (0.0, "")
+    return wrong
+
+
+SMALL = {"height": 130, "width": 72, "channels": 5}
+
+
+def test_the_probe_of_large_tensors_notices_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe("cpu", **SMALL) == []
+    real = torch.ops.patchconv
+
+    def wrong(operator: str, mistake: Callable[..., object]) -> list[str]:
+        class Wrong:
+            def __getattr__(self, name: str) -> Callable[..., object]:
+                made = getattr(real, name)
+                return (lambda *arguments: mistake(made(*arguments))) if name == operator else made
+
+        monkeypatch.setitem(globals(), "ops", Wrong())
+        return [text.partition(" at ")[0] for text in probe("cpu", **SMALL)]
+
+    def one_place_wrong(y: Tensor) -> Tensor:
+        y[0, -1, -1, -1] += 1  # the last element
+        return y
+
+    assert wrong("_add_mask_forward", lambda r: (r[0].roll(1), r[1])) == ["sum"] * 2
+    assert "output of channel 4" in wrong("_normalize", one_place_wrong)
+    assert wrong("_batch_norm_backward", lambda r: (one_place_wrong(r[0]), *r[1:])) == ["gradient of channel 4"] * 4
+    assert "sums over channels, channels_last" in wrong("_batch_statistics", lambda r: (r[0], r[1] * 1.0001))
+
+
+def test_moments_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PART", 7)
+    x = torch.randn(3, 40, dtype=torch.float64) + 5
+    mean, var = moments(x)
+    torch.testing.assert_close(mean, x.mean(1))
+    torch.testing.assert_close(var, x.var(1, correction=0))
+
+
+@pytest.mark.cuda
+@pytest.mark.large
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_more_than_two_billion_elements() -> None:
+    assert probe("cuda", height=131_072, width=4104, channels=4) == []

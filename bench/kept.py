@@ -1,4 +1,4 @@
-"""What a forward pass keeps for backward, counted in three ways: `python -m bench.census` shows them for a ResNet-18.
+"""What a forward pass keeps for backward, counted in three ways: `python -m bench.kept` shows them for a ResNet-18.
 
 saved_bytes sees what autograd saves, where it saves it: tensors that pass through saved-tensor hooks, the pass's own
 inputs among them. held_bytes sees what stays alive, whoever holds it: storages that an operator returned in the pass
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import report
+from . import tables
 from .measure import MIB
 
 Pass = Callable[[], Any]
@@ -59,7 +59,7 @@ def _alive(found: Storages) -> int:
     return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
-class _Census(TorchDispatchMode):
+class _NewStorages(TorchDispatchMode):
     """The storages that operators return and that were not there before."""
 
     def __init__(self) -> None:
@@ -110,9 +110,9 @@ def saved_bytes(fn: Pass, apart_from: Iterable[Tensor] = ()) -> int:
 def held_bytes(fn: Pass) -> int:
     """Bytes of the storages that operators returned in fn() and that its graph keeps alive."""
     _graph(fn)
-    with _Census() as census:
+    with _NewStorages() as found:
         _kept = _graph(fn)
-    return _alive(census.new)
+    return _alive(found.new)
 
 
 def heap_bytes(fn: Pass) -> int:
@@ -143,7 +143,7 @@ def table(passes: Mapping[str, tuple[Pass, nn.Module]]) -> str:
     for name, row in zip(passes, counts, strict=True):
         shares = zip(row, counts[0], strict=True)
         lines.append([name, *(f"{n / MIB:.2f} ({n / max(1, first):.3f})" for n, first in shares)])
-    return report.table(["MiB", "saved by autograd", "held by the graph", "growth of the heap"], lines)
+    return tables.table(["MiB", "saved by autograd", "held by the graph", "growth of the heap"], lines)
 
 
 def main() -> int:

@@ -1,0 +1,58 @@
+"""What the figures share, by matplotlib (imported here when something is drawn, and nowhere else)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLOURS = {"stock": "#8d99a6", "patch_conv": "#e0a030", "ours": "#1f6fb4"}
+FLOOR = "#222222"
+
+
+def canvas(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    """A figure of this size in inches, and its axes in rows."""
+    # Without pyplot: no window system, and nothing kept open.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def foot(figure: Any, data: dict[str, Any]) -> None:
+    """Names the machine, and what is only a trial."""
+    info = data["hardware"]
+    what = info.get("gpu") or f"{info['cpu']}, {info['threads']} threads, {info['isa']}"
+    text = f"{what}; torch {info['torch']}; {data['date']}"
+    if data["size"] != "full":
+        text += f"; size {data['size']}: a trial, not a measurement"
+    figure.supxlabel(text, fontsize=7, color="#666666")
+
+
+def bare(axes: Any) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def bars(axes: Any, names: list[str], label: str, room: float = 1.0) -> None:
+    """Axes of horizontal bars from the top down, with `room` at the right for numbers."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(labelsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0, axes.get_xlim()[1] * room)
+    axes.set_xlabel(label, fontsize=8)
+    bare(axes)
+
+
+def legend(figure: Any, colours: dict[str, str], floor: str = "") -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    if floor:
+        handles.append(Line2D([], [], color=FLOOR, lw=1.1, label=floor))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def save(figure: Any, path: Any) -> None:
+    figure.savefig(path, dpi=130, bbox_inches="tight", facecolor="white")
