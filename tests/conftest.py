@@ -4,6 +4,7 @@ that the oracle can be tested before the library is built.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Comparisons are with float64: TensorFloat-32 would be an error of our own making.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: the garbage collector, which every trace of memory calls, need not
+    look at it again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -110,7 +110,7 @@ class Completed:
 
 def command(*arguments: str, timeout: float = TIMEOUT) -> Completed:
     """`python -m patchconv_native ARGUMENTS` in a forked process, with files for its output."""
-    return run(_command, arguments, timeout=timeout)
+    return run(command_here, *arguments, timeout=timeout)
 
 
 def _work(settings: tuple[dict[str, str], int], pipe: Any, function: Callable[..., Any], args: Any) -> None:
@@ -128,7 +128,8 @@ def _work(settings: tuple[dict[str, str], int], pipe: Any, function: Callable[..
     pipe.close()
 
 
-def _command(arguments: tuple[str, ...]) -> Completed:
+def command_here(*arguments: str) -> Completed:
+    """The command in this process."""
     from patchconv_native.__main__ import main
 
     with captured() as written:
