@@ -4,6 +4,7 @@ that the oracle can be tested before the library is built.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support.pairs import FULL
 from support.seeds import DATA_SEED, DEVICES, SWEEP_SEED
 
+pytest_plugins = ["support.time_limits"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: more than 2^31 elements; needs up to 16 GiB and a few minutes")
@@ -25,6 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Comparisons are with float64: TensorFloat-32 would be an error of our own making.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: the garbage collector, which every trace of memory calls, need not
+    look at it again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import needs_gloo, run
 from torch import Tensor, nn
 
 import patchconv_native as pc
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+pytestmark = needs_gloo
 
 STEPS = 3
 
@@ -51,19 +47,14 @@ def train(model: nn.Module, rank: int, world: int) -> None:
         optimizer.step()
 
 
-def worker(rank: int, world: int, folder: str, way: str, options: dict[str, bool]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        model = Net(options.get("find_unused_parameters", False)).double()
-        if way == "modules":
-            pc.checkpoint_modules(pc.convert(model, functional=True), ("first", "second"))
-        else:
-            model.run = pc.checkpoint
-        train(nn.parallel.DistributedDataParallel(model, **options), rank, world)
-        torch.save(model.state_dict(), os.path.join(folder, f"rank{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+def trained(rank: int, world: int, way: str, options: dict[str, bool]) -> dict[str, Tensor]:
+    model = Net(options.get("find_unused_parameters", False)).double()
+    if way == "modules":
+        pc.checkpoint_modules(pc.convert(model, functional=True), ("first", "second"))
+    else:
+        model.run = pc.checkpoint
+    train(nn.parallel.DistributedDataParallel(model, **options), rank, world)
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("way", ["function", "modules"])
@@ -78,8 +69,7 @@ def worker(rank: int, world: int, folder: str, way: str, options: dict[str, bool
     ],
     ids=["plain", "find_unused_parameters", "static_graph", "static_graph, unused", "own buffers"],
 )
-def test_two_processes_train_as_one(tmp_path, way, options):
-    mp.spawn(worker, args=(2, str(tmp_path), way, options), nprocs=2)
+def test_two_processes_train_as_one(way, options):
     alone = Net(options.get("find_unused_parameters", False)).double()
     half = Net(options.get("find_unused_parameters", False)).double()
     train(alone, 0, 1)
@@ -87,8 +77,7 @@ def test_two_processes_train_as_one(tmp_path, way, options):
     # Running variances are those of one half, which a single process with that half has too.
     expected = {**alone.state_dict(), **dict(half.named_buffers())}
     assert int(expected["first.0.num_batches_tracked"]) == STEPS
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+    for found in run(2, trained, way, options):
         assert list(found) == list(alone.state_dict())
         for key, want in expected.items():
             torch.testing.assert_close(found[key], want, msg=lambda text, key=key: f"{key}: {text}")

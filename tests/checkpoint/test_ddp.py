@@ -4,19 +4,14 @@ it does.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.ranks import needs_gloo, run
 from torch import nn
 
 import patchconv_native as pc
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="this torch is built without gloo"
-)
+pytestmark = needs_gloo
 
 STEPS = 3
 
@@ -61,19 +56,14 @@ def train(model: nn.Module, rank: int, world: int) -> None:
         optimizer.step()
 
 
-def worker(rank: int, world: int, folder: str, options: dict[str, bool]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        model = pc.convert(network(), splits=2, functional=True)
-        wrapped = nn.parallel.DistributedDataParallel(model, **options)
-        with pc.record_paths() as records:
-            train(wrapped, rank, world)
-        assert pc.convert_report(model).converted.keys() >= {"1", "2", "2.norm", "5", "6"}
-        assert records and {r["path"] for r in records} == {"tiled"}
-        torch.save(model.state_dict(), os.path.join(folder, f"rank{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+def trained(rank: int, world: int, options: dict[str, bool]) -> dict[str, torch.Tensor]:
+    model = pc.convert(network(), splits=2, functional=True)
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    with pc.record_paths() as records:
+        train(wrapped, rank, world)
+    assert pc.convert_report(model).converted.keys() >= {"1", "2", "2.norm", "5", "6"}
+    assert records and {r["path"] for r in records} == {"tiled"}
+    return model.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -81,13 +71,11 @@ def worker(rank: int, world: int, folder: str, options: dict[str, bool]) -> None
     [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
     ids=["plain", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"],
 )
-def test_two_processes_train_as_one(tmp_path, options):
-    mp.spawn(worker, args=(2, str(tmp_path), options), nprocs=2)
+def test_two_processes_train_as_one(options):
     alone = network()
     train(alone, 0, 1)
     expected = alone.state_dict()
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=True)
+    for found in run(2, trained, options):
         assert list(found) == list(expected)
         for key, want in expected.items():
             torch.testing.assert_close(found[key], want, msg=lambda text, key=key: f"{key}: {text}")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import processes
+from support.processes import ROOT
 
 import patchconv_native as pc
 from patchconv_native import __main__ as cli
 from patchconv_native import info
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def usable(*modules: str) -> bool:
@@ -31,10 +31,22 @@ needs_demo = pytest.mark.skipif(
 )
 
 
-def run(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m patchconv_native WORDS`, or `python -c CODE WORDS`, in a process of its own."""
-    start = ["-c", code] if code else ["-m", "patchconv_native"]
-    return subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m patchconv_native WORDS`, in a new Python."""
+    command = [sys.executable, "-m", "patchconv_native", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=150)
+
+
+def without_packages() -> processes.Completed:
+    for name in ("rich", "matplotlib", "PIL", "torchvision", "skimage"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    return processes.command_here("info")
+
+
+def as_a_script() -> processes.Completed:
+    sys.argv[0] = "/usr/bin/patchconv"
+    importlib.reload(cli)
+    return processes.command_here("trace", "--help")
 
 
 def fails_in_one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -85,31 +97,25 @@ class TestInfo:
                 assert (re.search(rf"^{key}: ", dump, re.MULTILINE) is not None) == (key in keys), (name, key)
 
     def test_prints_the_table_it_found(self) -> None:
-        plain = run("info", "--plain").stdout
-        pretty = run("info").stdout
+        plain = processes.command("info", "--plain").out
+        pretty = processes.command("info").out
         for name, keys in info.operators().items():
             for printed in (plain, pretty):
                 line = next(line for line in printed.splitlines() if line.split()[:1] == [name])
                 assert line.split()[1:] == keys
 
     def test_needs_torch_alone(self) -> None:
-        code = (
-            "import sys\n"
-            "for name in ('rich', 'matplotlib', 'PIL', 'torchvision', 'skimage'): sys.modules[name] = None\n"
-            "from patchconv_native.__main__ import main\n"
-            "sys.exit(main(sys.argv[1:]))"
-        )
-        done = run("info", code=code)
-        assert done.returncode == 0 and done.stderr == ""
-        assert "patchconv::conv2d " in done.stdout and pc.__version__ in done.stdout
+        done = processes.run(without_packages)
+        assert done.code == 0 and done.err == ""
+        assert "patchconv::conv2d " in done.out and pc.__version__ in done.out
 
 
 class TestWords:
     def test_help_names_the_commands(self) -> None:
-        done = run("--help")
-        assert done.returncode == 0
+        done = processes.command("--help")
+        assert done.code == 0
         for name, module in cli.COMMANDS.items():
-            assert re.search(rf"^\s+{name}\s+\w", done.stdout, re.MULTILINE)
+            assert re.search(rf"^\s+{name}\s+\w", done.out, re.MULTILINE)
             assert module.__doc__ and module.__doc__.splitlines()[0].endswith(".")
 
     @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
@@ -148,15 +154,14 @@ class TestWords:
         torch.Generator().manual_seed(seed)
 
     def test_a_mistake_is_one_line(self) -> None:
-        done = run("inof")
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-        assert done.stderr.startswith("python -m patchconv_native: ") and done.stderr.endswith(" (--help explains)\n")
+        done = processes.command("inof")
+        assert done.code == 2 and done.out == "" and done.err.count("\n") == 1
+        assert done.err.startswith("python -m patchconv_native: ") and done.err.endswith(" (--help explains)\n")
 
     def test_script(self) -> None:
-        words = "import sys; sys.argv[0] = '/usr/bin/patchconv'; from patchconv_native.__main__ import main; main()"
-        done = run("trace", "--help", code=words)
-        assert done.returncode == 0 and done.stdout.startswith("usage: patchconv trace ")
-        assert "\n  patchconv trace torchvision:resnet50 " in done.stdout
+        done = processes.run(as_a_script)
+        assert done.code == 0 and done.out.startswith("usage: patchconv trace ")
+        assert "\n  patchconv trace torchvision:resnet50 " in done.out
         pyproject = (ROOT / "pyproject.toml").read_text()
         assert '[project.scripts]\npatchconv = "patchconv_native.__main__:main"\n' in pyproject
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import processes
 from support.command_line import Commands, commands, needs
+from support.processes import ROOT
 
 import patchconv_native as pc
 from patchconv_native.commands import models
 
 __all__ = ["commands"]
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--size", "32", "--plain", "--device", "cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -337,6 +338,11 @@ class TestMistakes:
         assert done.code == 130 and done.err.endswith(" trace: interrupted\n")
 
 
+def modules_of_the_help() -> set[str]:
+    processes.command_here("trace", "--help")
+    return set(sys.modules)
+
+
 class TestProcess:
     def test_of_its_own(self, commands: Commands) -> None:
         words = ["trace", "models:tinny", *SMALL]
@@ -350,16 +356,7 @@ class TestProcess:
         )
 
     def test_help_imports_nothing_heavy(self) -> None:
-        code = (
-            "import sys\n"
-            "from patchconv_native.__main__ import main\n"
-            "try: main(['trace', '--help'])\n"
-            "except SystemExit: pass\n"
-            "heavy = {'rich', 'matplotlib', 'torchvision', 'timm', 'PIL'} & set(sys.modules)\n"
-            "assert not heavy, heavy\n"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        assert not processes.run(modules_of_the_help) & {"rich", "matplotlib", "torchvision", "timm", "PIL"}
 
     def test_reader_that_leaves(self) -> None:
         started = subprocess.Popen(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native as pc
@@ -31,9 +32,9 @@ DIMS = pytest.mark.parametrize("dims", [1, 2, 3])
 
 
 def tensors(dims: int, device: str, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    weight = (4, 3) if transposed else (6, 2)
+    weight, side = (4, 3) if transposed else (6, 2), {1: 9, 2: 9, 3: 6}[dims]
     return (
-        torch.randn(2, 4, *[9] * dims, device=device, dtype=torch.float64),
+        torch.randn(2, 4, *[side] * dims, device=device, dtype=torch.float64),
         torch.randn(*weight, *[3] * dims, device=device, dtype=torch.float64),
         torch.randn(6, device=device, dtype=torch.float64),
     )
@@ -80,10 +81,7 @@ def test_ints_tuples_and_lists(device, dims, splits):
     assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
 
 
-@DIMS
-@pytest.mark.parametrize("padding", ["same", "valid"])
-@pytest.mark.parametrize("kernel", [2, 3, 4])
-@pytest.mark.parametrize("dilation", [1, 2])
+@pairwise(dims=[1, 2, 3], padding=["same", "valid"], kernel=[2, 3, 4], dilation=[1, 2])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_words_for_padding(device, dims, padding, kernel, dilation):
     x = torch.randn(1, 2, *[11] * dims, device=device, dtype=torch.float64)
@@ -148,15 +146,23 @@ class Image(Tensor):
     """A subclass: its calls go by torch.ops.patchconv.*."""
 
 
-INTEGERS = [np.int64(2), np.int32(2), torch.tensor(2), torch.tensor([2]), Two.TWO]
-PATHS = pytest.mark.parametrize("kind", [Tensor, Image])
+INTEGERS = {
+    "int64": np.int64(2),
+    "int32": np.int32(2),
+    "tensor": torch.tensor(2),
+    "tensor of one": torch.tensor([2]),
+    "enum": Two.TWO,
+}
 
 
-@DIMS
-@PATHS
-@pytest.mark.parametrize("two", INTEGERS, ids=[type(n).__name__ for n in INTEGERS])
-@pytest.mark.parametrize("argument", ["stride", "padding", "dilation", "groups", "splits"])
-def test_every_kind_of_integer(dims, kind, two, argument):
+@pairwise(
+    dims=[1, 2, 3],
+    kind=[Tensor, Image],
+    integer=list(INTEGERS),
+    argument=["stride", "padding", "dilation", "groups", "splits"],
+)
+def test_every_kind_of_integer(dims, kind, integer, argument):
+    two = INTEGERS[integer]
     x, w, b = tensors(dims, "cpu")
     x, given = x.as_subclass(kind), {"groups": 2, argument: two}
     found = getattr(pc.functional, f"conv{dims}d")(x, w, b, **given)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pairs import pairwise
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -125,9 +126,12 @@ def forward_backward(module: nn.Module, x: Tensor, dtype: torch.dtype | None = N
     return [y.detach(), *found, *(b.clone() for b in module.buffers())]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
-@pytest.mark.parametrize("case", POINTWISE + POOLS + RESIZES + SAME_NORMS, ids=name_of)
+@pairwise(
+    ids=name_of,
+    case=POINTWISE + POOLS + RESIZES + SAME_NORMS,
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    layout=["contiguous", "channels_last", "sliced", "transposed"],
+)
 def test_the_same_bits_as_stock(device, case, dtype, layout):
     if dtype.itemsize == 2 and case[0] in (nn.AvgPool3d, nn.LocalResponseNorm) and device == "cpu":
         return unserved_by_stock(case, device, dtype)
@@ -156,12 +160,15 @@ def unserved_by_stock(case: Case, device: str, dtype: torch.dtype) -> None:
             forward_backward(module, image(case[3], device, dtype))
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("case", OWN_NORMS, ids=name_of)
-def test_norms_are_as_exact_as_stock(device, case, dtype, layout, training):
-    stock, ours = (module.train(training) for module in pair(case, device, dtype))
+@pairwise(
+    ids=name_of,
+    case=OWN_NORMS,
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
+    layout=["contiguous", "channels_last", "sliced"],
+    mode=["train", "eval"],
+)
+def test_norms_are_as_exact_as_stock(device, case, dtype, layout, mode):
+    stock, ours = (module.train(mode == "train") for module in pair(case, device, dtype))
     exact = copy.deepcopy(stock).double()
     x = image(case[3], device, dtype, layout)
     results = [

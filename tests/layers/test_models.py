@@ -12,8 +12,9 @@ input. So a gradient that fails on one input must pass on another; outputs and r
 apart from models that sort or round. In float64 none of this
 happens: there stock and ours must agree to nine digits.
 
-The plain run takes FAST from torchvision. PATCHCONV_ALL_MODELS=1 takes all of model_zoo.py and needs torchvision, timm
-and diffusers; one that is missing is then an error. PATCHCONV_MODELS_SPLITS=n forces tiles, PATCHCONV_MODELS_LOG=FILE
+The plain run takes FAST from torchvision, each family once and with fewer of the blocks that repeat; `make check` takes
+them whole and in every mode. PATCHCONV_ALL_MODELS=1 takes all of model_zoo.py and needs torchvision, timm and
+diffusers; one that is missing is then an error. PATCHCONV_MODELS_SPLITS=n forces tiles, PATCHCONV_MODELS_LOG=FILE
 appends a line for each model and mode: seconds, and what judged it.
 """
 
@@ -32,6 +33,7 @@ import pytest
 import torch
 from support import model_zoo
 from support.model_zoo import Case, Inputs
+from support.pairs import FULL
 from torch import Tensor, nn
 
 import patchconv_native as pc
@@ -62,11 +64,17 @@ EVERY = [
 CASES = [case for case in EVERY if ALL or case.name in {f"torchvision/{name}" for name in FAST.split()}]
 
 FUNCTIONAL = "resnet18 densenet121 googlenet shufflenet_v2_x0_5 mobilenet_v3_small convnext_tiny swin_t raft_small"
+EVAL = "mobilenet_v3_small fasterrcnn_mobilenet_v3_large_320_fpn"
 
 
 def modes(case: Case) -> tuple[str, ...]:
-    """Of the plain run."""
-    return ("train", "eval", "functional") if case.name.partition("/")[2] in FUNCTIONAL.split() else ("train", "eval")
+    name = case.name.partition("/")[2]
+    if ALL:
+        return ("train", "eval", "functional")
+    functional = ("functional",) if name in FUNCTIONAL.split() else ()
+    if FULL:
+        return ("train", "eval", *functional)
+    return (*(functional or ("train",)), *(("eval",) if name in EVAL.split() else ()))
 
 
 Values = dict[str, Tensor]
@@ -269,14 +277,17 @@ def check_revert(stock: nn.Module, ours: nn.Module, inputs: Inputs) -> None:
 
 @pytest.mark.parametrize(
     "case,mode",
-    [(case, mode) for case in CASES for mode in ("train", "eval", "functional") if ALL or mode in modes(case)],
+    [(case, mode) for case in CASES for mode in modes(case)],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_model(case: Case, mode: str) -> None:
     """functional: in training mode, functional code converted too."""
     start = time.perf_counter(), time.process_time()
     torch.manual_seed(0)
-    model = without_chance(case.make()).train(mode != "eval")
+    whole = ALL or FULL
+    model = without_chance((case.make if whole else model_zoo.SMALL.get(case.name, case.make))()).train(mode != "eval")
+    if not whole:
+        model_zoo.shorten(model)
     functional = mode == "functional"
     wrong: dict[str, str] = {}
     judges: Counter[str] = Counter()
@@ -296,8 +307,8 @@ def test_model(case: Case, mode: str) -> None:
     if LOG:
         with open(LOG, "a") as log:
             wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-            said = ", ".join(f"{count} {judge}" for judge, count in judges.items())
-            log.write(f"{case.name} {mode}: {wall:.1f} s, of the processor {cpu:.1f}, inputs: {seed + 1}, {said}\n")
+            counts = ", ".join(f"{count} {judge}" for judge, count in judges.items())
+            log.write(f"{case.name} {mode}: {wall:.1f} s, of the processor {cpu:.1f}, inputs: {seed + 1}, {counts}\n")
     lines = [f"{len(wrong)} of {len(verdicts)} values of {case.name}, {mode}, input {seed}:"]
     assert not wrong, "\n".join(lines + [f"  {name}: {verdict}" for name, verdict in list(wrong.items())[:12]])
     stock = copy.deepcopy(model)

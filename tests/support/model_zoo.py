@@ -44,6 +44,28 @@ def picture(size: int = SIZE, channels: int = 3) -> Tensor:
     return torch.randn(BATCH, channels, size, size)
 
 
+REPEATED = {"Inception3": words("Mixed_5d Mixed_6c Mixed_6d Mixed_6e Mixed_7c")}
+"""Blocks outside of any Sequential whose outputs have their inputs' sizes, by the class of their model."""
+
+
+def shorten(model: nn.Module) -> None:
+    """Leaves two of the blocks that follow each other in a Sequential and have the same class and sizes, and none of
+    REPEATED.
+    """
+    for name in REPEATED.get(type(model).__name__, []):
+        setattr(model, name, nn.Identity())
+
+    def kind(module: nn.Module) -> Any:
+        return type(module), [p.shape for p in module.parameters()]
+
+    for parent in list(model.modules()):
+        if isinstance(parent, nn.Sequential):
+            for _, run in itertools.groupby(list(parent.named_children()), lambda child: kind(child[1])):
+                for name, module in list(run)[2:]:
+                    if any(True for _ in module.parameters()):
+                        del parent._modules[name]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # torchvision
 
@@ -107,6 +129,39 @@ def mvit() -> nn.Module:
         proj_after_attn=True,
         num_classes=CLASSES,
     )
+
+
+def small_densenet() -> nn.Module:
+    from torchvision.models.densenet import DenseNet
+
+    return DenseNet(16, (2, 2, 2, 2), 16, num_classes=CLASSES)
+
+
+def small_resnet() -> nn.Module:
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+
+
+def small_resnext() -> nn.Module:
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    return ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, groups=32, width_per_group=4)
+
+
+def small_video_resnet() -> nn.Module:
+    from torchvision.models.video.resnet import BasicBlock, BasicStem, Conv3DSimple, VideoResNet
+
+    return VideoResNet(BasicBlock, [Conv3DSimple] * 4, [1, 1, 1, 1], BasicStem, num_classes=CLASSES)
+
+
+SMALL = {
+    "torchvision/densenet121": small_densenet,
+    "torchvision/resnet18": small_resnet,
+    "torchvision/resnext50_32x4d": small_resnext,
+    "torchvision/r3d_18": small_video_resnet,
+}
+"""In place of these in the quick run: the same blocks, fewer of them."""
 
 
 def keep_every_box(model: Any) -> None:

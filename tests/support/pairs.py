@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 FULL = os.environ.get("PATCHCONV_FULL_TESTS", "") == "1"
 
@@ -40,7 +41,20 @@ def covering(values: Mapping[str, Sequence[Any]], allowed: Callable[..., bool] =
     return chosen
 
 
-def pairwise(allowed: Callable[..., bool] = lambda **case: True, **values: Sequence[Any]) -> pytest.MarkDecorator:
+def name_of(value: Any) -> str | None:
+    """A value's name in a test's name; None leaves it to pytest."""
+    if isinstance(value, (torch.dtype, torch.memory_format)):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (tuple, list)):
+        return "x".join(map(str, value))
+    return None
+
+
+def pairwise(
+    allowed: Callable[..., bool] = lambda **case: True,
+    ids: Callable[[Any], str | None] = name_of,
+    **values: Sequence[Any],
+) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` over `covering` cases: pairwise(dtype=[...], layout=[...], mode=[...])."""
     cases = covering(values, allowed)
-    return pytest.mark.parametrize(list(values), [tuple(case.values()) for case in cases])
+    return pytest.mark.parametrize(list(values), [tuple(case.values()) for case in cases], ids=ids)
