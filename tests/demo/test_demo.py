@@ -25,11 +25,13 @@ except Exception as error:  # a torchvision beside another torch fails in ways o
 import numpy as np
 from PIL import Image
 
+from patchconv_native.commands.errors import out_of_memory
 from patchconv_native.demo import DemoError, figures, filters, measure, picture, report, show, stages
 from patchconv_native.demo.worker import Difference, Outcome, OutOfMemory, Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
+AS_IT_IS = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)  # mean and deviation of a picture that is not changed
 
 
 def grating(direction: float, wavelength: float, phase: float = 0.3, size: int = 96) -> torch.Tensor:
@@ -169,12 +171,14 @@ class TestPicture:
 
     def test_tensors(self) -> None:
         photo = small_photo(size=(256, 384))
-        colour, grey = photo.tensor("cpu"), photo.luminance("cpu")
+        colour, grey = photo.normalized(*AS_IT_IS, "cpu"), photo.luminance("cpu")
         assert colour.shape == (1, 3, 256, 384) and grey.shape == (1, 1, 256, 384)
         mixed = (colour * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True)
         torch.testing.assert_close(grey, mixed, atol=1e-4, rtol=0)
         plain = small_photo()
-        torch.testing.assert_close(plain.tensor("cpu")[0, 1] * 255, torch.from_numpy(plain.pixels[..., 1]).float())
+        torch.testing.assert_close(
+            plain.normalized(*AS_IT_IS, "cpu")[0, 1] * 255, torch.from_numpy(plain.pixels[..., 1]).float()
+        )
 
     def test_crop(self) -> None:
         photo = small_photo(size=(256, 384))
@@ -201,7 +205,7 @@ class TestMeasure:
 import ctypes
 
 from patchconv_native.demo import measure
-from tests.test_demo import MIB, TestMeasure
+from tests.demo.test_demo import MIB, TestMeasure
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -256,10 +260,10 @@ print(measured.peak // MIB, measured.curve[-1][1] // MIB)
     def test_out_of_memory_is_recognised(self) -> None:
         with pytest.raises(RuntimeError) as caught:
             torch.empty(2**55)
-        assert measure.is_out_of_memory(caught.value)
+        assert out_of_memory(caught.value)
         with pytest.raises(RuntimeError) as caught:
             torch.ones(2) @ torch.ones(3)
-        assert not measure.is_out_of_memory(caught.value)
+        assert not out_of_memory(caught.value)
 
     @staticmethod
     def _work(device: str = "cpu") -> torch.Tensor:
@@ -385,7 +389,7 @@ class TestFigures:
         size = (width, narrow) if turned else (narrow, width)
         assert picture.workable(size)
         photo = picture.Photo("band", np.zeros((1, 1, 3), np.uint8), size, size)
-        step = show.shown_step(photo)
+        step = show.whole_step(photo)
         flat = np.zeros((size[0] // step, size[1] // step), np.float32)
         top, left, height, across = figures.choose_window(photo, filters.Orientation(flat, flat), step)
         assert height > 0 and across > 0 and top + height <= size[0] and left + across <= size[1]
