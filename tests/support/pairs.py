@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 FULL = os.environ.get("PATCHCONV_FULL_TESTS", "") == "1"
+only_full = pytest.mark.skipif(not FULL, reason="part of `make check`: set PATCHCONV_FULL_TESTS=1")
 
 
 def covering(values: Mapping[str, Sequence[Any]], allowed: Callable[..., bool] = lambda **case: True) -> list[dict]:
