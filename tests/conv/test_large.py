@@ -157,9 +157,9 @@ def test_more_than_two_billion_elements():
 def test_elements_more_than_two_billion_apart(far, splits, part):
     """Images, channels or rows of the input, or of the gradient that is sent, 2^31 elements and more apart."""
     import torch
+    from support import reference
 
     import patchconv_native as pc
-    from support import reference
 
     shape = (2, 3, 5, 8) if part == "input" else (2, 4, 5, 8)
     apart = {"image": 0, "channel": 1, "row": 2}[far]
