@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support.pairs import FULL
 from support.seeds import DATA_SEED, DEVICES, SWEEP_SEED
 
+pytest_plugins = ["support.time_limits"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large: more than 2^31 elements; needs up to 16 GiB and a few minutes")
