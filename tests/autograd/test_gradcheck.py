@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checks import operator
-from support.configurations import Configuration, build
-from test_conv import BOTH, configuration
+from support.checks import operator, oracle
+from support.configurations import Configuration, build, plain
+from support.pairs import pairwise
 from torch.autograd import gradcheck, gradgradcheck
 
 import patchconv_native as pc
 
+BOTH = pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
 SMALL = {1: (6,), 2: (5, 4), 3: (4, 3, 3)}
 
 
 def small(dims: int = 2, **changes) -> Configuration:
-    plain = {
+    values = {
         "dtype": "float64",
         "batch": 2,
         "channels": 2,
         "outputs": 2,
         "sizes": SMALL[dims],
-        "requires_grad": (True, True, True),
         "splits": (2,) * dims,
     }
-    return configuration(dims, **(plain | changes))
+    return plain(dims, **(values | changes))
 
 
 def check_both(c: Configuration, device: str) -> None:
@@ -43,13 +43,10 @@ def check_both(c: Configuration, device: str) -> None:
         assert {r["path"] for r in records} == {"tiled"}, "second derivatives are tiled as well"
 
 
-@BOTH
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("splits", ["some", None])
-@pytest.mark.parametrize("bias", [True, False])
-def test_plain(device, transposed, dims, splits, bias):
-    splits = (2,) * dims if splits else None
-    check_both(small(dims, transposed=transposed, splits=splits, bias=bias), device)
+@pairwise(transposed=[False, True], dims=[1, 2, 3], cut=[True, False], bias=[True, False], batch=[None, 2])
+def test_plain(device, transposed, dims, cut, bias, batch):
+    splits = (2,) * dims if cut else None
+    check_both(small(dims, transposed=transposed, splits=splits, bias=bias, batch=batch), device)
 
 
 @BOTH
@@ -69,13 +66,11 @@ def test_stride_dilation_groups(device, transposed, dims):
     check_both(c, device)
 
 
-@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("splits", ["some", None])
-def test_padding_modes(device, mode, dims, splits):
+@pairwise(mode=["reflect", "replicate", "circular"], dims=[1, 2, 3], cut=[True, False])
+def test_padding_modes(device, mode, dims, cut):
     padding = (2, 1, 1, 2, 0, 1)[: 2 * dims]
     c = small(dims, padding=padding, padding_mode=mode, batch=1, splits=(2,) * dims)
-    if splits:
+    if cut:
         check_both(c, device)
     else:
         tensors = build(c, device)
@@ -85,14 +80,9 @@ def test_padding_modes(device, mode, dims, splits):
         assert pc.last_path()["path"] == "tiled"
 
 
-@BOTH
-def test_unbatched(device, transposed):
-    check_both(small(transposed=transposed, batch=None), device)
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "requires_grad", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+@pairwise(
+    transposed=[False, True],
+    requires_grad=[(True, False, False), (False, True, False), (False, False, True), (True, False, True)],
 )
 def test_second_derivative_of_what_is_asked_for(device, transposed, requires_grad):
     c = small(transposed=transposed, requires_grad=requires_grad)
@@ -113,8 +103,6 @@ def test_third_derivative(device, transposed):
         (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), w, create_graph=True)
         return list(torch.autograd.grad(second.square().sum(), (x, w)))
-
-    from support.checks import oracle
 
     for got, want in zip(third(operator(c)), third(lambda *given: oracle(c, *given)), strict=True):
         torch.testing.assert_close(got, want)

@@ -1,5 +1,6 @@
-"""Forward: every operator against the oracle, argument by argument, untiled and in tiles, with the path
-asserted.
+"""Every operator against the oracle: output and gradients, in tiles and in one piece, with the path of each pass.
+
+One theme a test, as pairs of values; calls that differ in everything at once are the sweep's (test_conv_sweep.py).
 """
 
 from __future__ import annotations
@@ -9,192 +10,219 @@ from dataclasses import replace
 import pytest
 import torch
 from support import reference
-from support.checks import check
-from support.configurations import LAYOUTS, Configuration
+from support.checks import check, check_tiled
+from support.configurations import CONTENTS, DTYPES, GRAD_LAYOUTS, LAYOUTS, REQUIRES, SIZES, SPLITS, plain
+from support.pairs import pairwise
 
 import patchconv_native as pc
 
-SIZES = {1: (37,), 2: (17, 13), 3: (9, 8, 7)}
-SPLITS = {1: [(4,)], 2: [(4, 1), (1, 3), (4, 3)], 3: [(3, 1, 1), (1, 1, 2), (3, 2, 2)]}
+BOTH = [False, True]  # convolution, transposed convolution
+MODES = ["zeros", "reflect", "replicate", "circular"]
 
 
-def configuration(dims: int = 2, **changes) -> Configuration:
-    """A plain call, tiled, that each test changes in one respect."""
-    plain = {
-        "transposed": False,
-        "batch": 2,
-        "channels": 4,
-        "outputs": 6,
-        "groups": 1,
-        "sizes": SIZES[dims],
-        "kernel": (3,) * dims,
-        "stride": (1,) * dims,
-        "padding": (1,) * dims,
-        "output_padding": (0,) * dims,
-        "dilation": (1,) * dims,
-        "padding_mode": "zeros",
-        "dtype": "float32",
-        "bias": True,
-        "layout": "contiguous",
-        "weight_layout": "contiguous",
-        "grad_layout": "contiguous",
-        "content": "noise",
-        "requires_grad": (False, False, False),
-        "splits": SPLITS[dims][-1],
-        "limit": None,
-        "seed": 1,
-    }
-    return Configuration(**(plain | changes))
+def one_cut_in_1d(**case) -> bool:
+    """A line can be cut in one dimension only."""
+    return case["cut"] < len(SPLITS[case["dims"]])
 
 
-def check_tiled(c: Configuration, device: str) -> None:
-    """The configuration is right in the tiles it asks for, in one piece, and in what is chosen for it."""
-    path = check(c, device)
-    assert path["op"] == c.operator
-    assert path["path"] == "tiled", path
-    assert path["tiles"] == list(c.splits), path
-
-    check(replace(c, splits=None), device)
-    whole = check(replace(c, splits=(1,) * c.dims), device)
-    assert whole["path"] == ("stock" if stock_serves(c) else "tiled"), whole
-
-
-def stock_serves(c: Configuration) -> bool:
-    """Whether stock PyTorch takes this padding without a padded copy of the input."""
-    if c.transposed:
-        return True
-    pairs = reference.padding_pairs(c.padding, c.kernel, c.dilation)
-    nothing = all(pair == (0, 0) for pair in pairs)
-    return nothing or (c.padding_mode == "zeros" and all(before == after for before, after in pairs))
-
-
-BOTH = pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
-ALL_SPLITS = pytest.mark.parametrize(
-    "dims,splits", [(d, s) for d in (1, 2, 3) for s in SPLITS[d]], ids=lambda v: str(v).replace(" ", "")
+@pairwise(
+    one_cut_in_1d,
+    dims=[1, 2, 3],
+    transposed=BOTH,
+    cut=[0, 1, 2],
+    dtype=list(DTYPES),
+    stride=[1, 2, 3],
+    padding=[0, 1, 2],
+    dilation=[1, 2],
 )
-
-
-@BOTH
-@ALL_SPLITS
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_dtypes(device, transposed, dims, splits, dtype):
-    check_tiled(configuration(dims, transposed=transposed, splits=splits, dtype=dtype), device)
-
-
-@BOTH
-@ALL_SPLITS
-@pytest.mark.parametrize("stride", [2, 3])
-@pytest.mark.parametrize("padding", [0, 1, 2])
-@pytest.mark.parametrize("dilation", [1, 2])
-def test_stride_padding_dilation(device, transposed, dims, splits, stride, padding, dilation):
-    sizes = tuple(2 * n for n in SIZES[dims]) if not transposed and dims < 3 else tuple(n + 4 for n in SIZES[dims])
-    c = configuration(
+def test_stride_padding_dilation(device, dims, transposed, cut, dtype, stride, padding, dilation):
+    c = plain(
         dims,
         transposed=transposed,
-        sizes=sizes,
+        dtype=dtype,
+        sizes=tuple(n + 8 for n in SIZES[dims]),
         stride=(stride,) * dims,
         padding=(padding,) * dims,
         dilation=(dilation,) * dims,
         output_padding=(stride - 1 if transposed else 0,) * dims,
-        splits=splits,
+        splits=SPLITS[dims][cut],
     )
     check_tiled(c, device)
 
 
-@BOTH
-@pytest.mark.parametrize("kernel", [(1, 1), (2, 2), (4, 2), (1, 7), (7, 1), (5, 5), (9, 3), (16, 12)])
-@pytest.mark.parametrize("splits", [(4, 1), (1, 4), (3, 2)])
+@pairwise(
+    transposed=BOTH,
+    kernel=[(1, 1), (2, 2), (4, 2), (1, 7), (7, 1), (5, 5), (9, 3), (16, 12)],
+    splits=[(4, 1), (1, 4), (3, 2)],
+)
 def test_kernels(device, transposed, kernel, splits):
-    sizes = (31, 29)
     padding = tuple(k // 2 for k in kernel)
-    c = configuration(transposed=transposed, kernel=kernel, padding=padding, sizes=sizes, splits=splits)
+    check_tiled(plain(transposed=transposed, kernel=kernel, padding=padding, sizes=(31, 29), splits=splits), device)
+
+
+@pairwise(transposed=BOTH, stride=[4, 7], kernel=[1, 2])
+def test_stride_beyond_the_kernel(device, transposed, stride, kernel):
+    """Input rows that no window touches get a gradient of zero, in tiles that may hold nothing else."""
+    c = plain(
+        transposed=transposed,
+        sizes=(5, 6) if transposed else (30, 29),
+        kernel=(kernel, kernel),
+        stride=(stride, stride),
+        padding=(0, 0),
+        output_padding=(stride - 1, 0) if transposed else (0, 0),
+        splits=(3, 2),
+    )
     check_tiled(c, device)
+    if not transposed:
+        check(replace(c, splits=(100, 100)), device)
 
 
-@BOTH
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("channels,outputs,groups", [(4, 6, 2), (4, 4, 4), (4, 8, 4), (1, 5, 1), (6, 3, 3)])
-def test_groups_and_depthwise(device, transposed, dims, channels, outputs, groups):
-    c = configuration(dims, transposed=transposed, channels=channels, outputs=outputs, groups=groups)
-    check_tiled(c, device)
+@pairwise(
+    dims=[1, 2, 3],
+    transposed=BOTH,
+    channels=[(4, 6, 1), (4, 6, 2), (4, 4, 4), (4, 8, 4), (1, 5, 1), (6, 3, 3)],
+    batch=[None, 0, 1, 3],
+    bias=[True, False],
+)
+def test_channels_groups_and_batches(device, dims, transposed, channels, batch, bias):
+    """Every image counts in the gradients of weight and bias, also in an unbatched call, also where there is none."""
+    channels, outputs, groups = channels
+    c = plain(dims, transposed=transposed, channels=channels, outputs=outputs, groups=groups, batch=batch, bias=bias)
+    if batch == 0:
+        check(c, device)
+        check(replace(c, splits=None), device)
+    else:
+        check_tiled(c, device)
 
 
-@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-@ALL_SPLITS
-@pytest.mark.parametrize("stride", [1, 2])
-def test_padding_modes(device, mode, dims, splits, stride):
-    c = configuration(
-        dims, padding_mode=mode, padding=(2,) * dims, stride=(stride,) * dims, splits=splits, content="ramp"
+@pairwise(
+    one_cut_in_1d,
+    dims=[1, 2, 3],
+    mode=MODES,
+    first=[(2, 2), (3, 0), (0, 3), (2, 1)],
+    stride=[1, 2],
+    kernel=[3, 4],
+    cut=[0, 1, 2],
+)
+def test_padding(device, dims, mode, first, stride, kernel, cut):
+    """As much on both sides, and not. The gradient of padding is added to the elements that it repeats."""
+    before, after = first
+    c = plain(
+        dims,
+        padding_mode=mode,
+        padding=(2,) * dims if before == after else (*first, 0, 2, 1, 0)[: 2 * dims],
+        stride=(stride,) * dims,
+        kernel=(kernel,) * dims,
+        splits=SPLITS[dims][cut],
+        content="ramp",
     )
     check_tiled(c, device)
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("first", [(3, 0), (0, 3), (2, 1)])
-def test_asymmetric_padding(device, mode, dims, first):
-    padding = (*first, 0, 2, 1, 0)[: 2 * dims]
-    c = configuration(dims, padding=padding, padding_mode=mode, kernel=(4,) * dims, content="ramp")
-    check_tiled(c, device)
-
-
-@pytest.mark.parametrize("mode", ["reflect", "circular"])
-@pytest.mark.parametrize("splits", [None, (2, 3)])
-def test_padding_as_large_as_its_mode_allows(device, mode, splits):
+@pairwise(mode=["reflect", "circular"], splits=[None, (2, 3)], content=["ramp", "noise"])
+def test_padding_as_large_as_its_mode_allows(device, mode, splits, content):
     """Circular padding may show the whole input again on both sides; reflection all but the border."""
     padding = (4, 5) if mode == "reflect" else (5, 6)
-    c = configuration(sizes=(5, 6), padding=padding, padding_mode=mode, splits=splits, content="ramp")
-    check(c, device)
+    check(plain(sizes=(5, 6), padding=padding, padding_mode=mode, splits=splits, content=content), device)
 
 
-@pytest.mark.parametrize("padding", ["same", "valid"])
-@pytest.mark.parametrize("kernel,dilation", [((3, 3), (1, 1)), ((2, 4), (1, 1)), ((1, 6), (2, 3)), ((4, 3), (3, 2))])
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
-def test_named_padding(device, padding, kernel, dilation, mode):
-    c = configuration(
-        padding=padding, kernel=kernel, dilation=dilation, padding_mode=mode, sizes=(19, 18), splits=(3, 2)
-    )
+@pairwise(
+    padding=["same", "valid"],
+    kernel=[((3, 3), (1, 1)), ((2, 4), (1, 1)), ((1, 6), (2, 3)), ((4, 3), (3, 2))],
+    mode=MODES,
+)
+def test_named_padding(device, padding, kernel, mode):
+    kernel, dilation = kernel
+    c = plain(padding=padding, kernel=kernel, dilation=dilation, padding_mode=mode, sizes=(19, 18), splits=(3, 2))
     check_tiled(c, device)
 
 
-@BOTH
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("weight_layout", ["contiguous", "channels_last", "sliced"])
-def test_layouts(device, transposed, dims, layout, weight_layout):
-    check_tiled(configuration(dims, transposed=transposed, layout=layout, weight_layout=weight_layout), device)
+@pairwise(
+    dims=[1, 2, 3],
+    transposed=BOTH,
+    layout=LAYOUTS,
+    weight_layout=["contiguous", "channels_last", "sliced"],
+    grad_layout=GRAD_LAYOUTS,
+)
+def test_layouts(device, dims, transposed, layout, weight_layout, grad_layout):
+    c = plain(dims, transposed=transposed, layout=layout, weight_layout=weight_layout, grad_layout=grad_layout)
+    check_tiled(c, device)
 
 
-@BOTH
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("splits", [None, 1, 3])
+@pairwise(transposed=BOTH, dims=[2, 3], splits=[None, 1, 3])
 def test_channels_last_is_kept(device, transposed, dims, splits):
+    """By output and gradient, in whatever pieces."""
     last = torch.channels_last if dims == 2 else torch.channels_last_3d
-    x = torch.randn(2, 4, *SIZES[dims], device=device).contiguous(memory_format=last)
-    w = torch.randn(4, 4, *[3] * dims, device=device)
-    name = f"conv{'_transpose' if transposed else ''}{dims}d"
-    y = getattr(pc.functional, name)(x, w, padding=1, splits=splits)
-    assert y.is_contiguous(memory_format=last) and not y.is_contiguous()
+    x = torch.randn(2, 4, *SIZES[dims], device=device).contiguous(memory_format=last).requires_grad_()
+    w = torch.randn(4, 4, *[3] * dims, device=device, requires_grad=True)
+    call = getattr(pc.functional, f"conv{'_transpose' if transposed else ''}{dims}d")
+    y = call(x, w, padding=1, splits=splits)
     assert pc.last_path()["path"] == ("tiled" if splits == 3 else "stock")
+    y.square().sum().backward()
+    for tensor in (y, x.grad):
+        assert tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+    assert w.grad.shape == w.shape
 
 
-@BOTH
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("batch", [None, 0, 1, 3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_batches(device, transposed, dims, batch, bias):
-    c = configuration(dims, transposed=transposed, batch=batch, bias=bias)
-    if batch == 0:
+@pairwise(
+    transposed=BOTH,
+    requires_grad=list(dict.fromkeys(REQUIRES)),
+    bias=[True, False],
+    content=CONTENTS,
+    splits=[(4, 3), (3, 1), None],
+)
+def test_which_gradients_are_asked_for(device, transposed, requires_grad, bias, content, splits):
+    """Of images with structure as well: a mistake at a seam or a border shows, where noise would hide it."""
+    c = plain(
+        transposed=transposed,
+        requires_grad=requires_grad,
+        bias=bias,
+        content=content,
+        splits=splits,
+        kernel=(5, 4),
+        padding=(2, 2),
+    )
+    if splits is None:
         check(c, device)
     else:
         check_tiled(c, device)
 
 
-@BOTH
-@pytest.mark.parametrize("content", ["ramp", "checkerboard", "spike", "offset"])
-def test_structured_images(device, transposed, content):
-    """Seams and borders show on structure, where noise would hide them in its average."""
-    check_tiled(configuration(transposed=transposed, content=content, kernel=(5, 4), padding=(2, 2)), device)
+@pairwise(transposed=BOTH, dtype=["bfloat16", "float16"])
+def test_weight_gradient_is_not_rounded_once_a_tile(device, transposed, dtype):
+    """A sum over hundreds of tiles kept in half precision would stop growing: each term is below half a
+    unit.
+    """
+    c = plain(
+        transposed=transposed,
+        dtype=dtype,
+        batch=1,
+        channels=2,
+        outputs=2,
+        sizes=(64, 64),
+        content="offset",
+        grad_layout="expanded",
+        splits=(64, 8),
+    )
+    check_tiled(c, device)
+
+
+@pairwise(dtype=[torch.bfloat16, torch.float16], mode=MODES[1:], stride=[1, 2], splits=[None, 3, (2, 4)])
+def test_half_precision_is_rounded_once(device, dtype, mode, stride, splits):
+    """What padding received is added to the input's gradient before that is rounded."""
+    x = torch.randn(2, 5, 11, 13, device=device).to(dtype).requires_grad_()
+    w = torch.randn(4, 5, 5, 5, device=device).to(dtype)
+    y = pc.functional.conv2d(x, w, stride=stride, padding=4, padding_mode=mode, splits=splits)
+    grad = torch.randn_like(y)
+    with pc.record_paths() as records:
+        (got,) = torch.autograd.grad(y, x, grad)
+    assert [r["path"] for r in records] == ["tiled"]
+    exact_x = x.detach().double().requires_grad_()
+    exact = reference.conv(exact_x, w.double(), None, stride=stride, padding=4, padding_mode=mode)
+    (wanted,) = torch.autograd.grad(exact, exact_x, grad.double())
+    unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    # Half a unit in the last place, of a number that is up to twice a power of two, and float32's own error.
+    assert ((got.double() - wanted).abs() <= 1.01 * unit * wanted.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,19 +1,17 @@
 """A convolution that runs out of memory is computed again in more tiles, says so once and leaves nothing changed.
 
-In processes of their own, whose address space is limited just above what they have.
+In forked processes of their own, whose address space is limited just above what they have.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from support import processes
 
 SETUP = """
-import json, resource, warnings
+import resource, warnings
 import torch
 import patchconv_native as pc
 
@@ -38,7 +36,7 @@ def error_of(call):
     return None
 
 
-def told(call):
+def with_warnings(call):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         result = call()
@@ -47,31 +45,36 @@ def told(call):
 
 
 def run(code: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """The variable `found` of the code, run after SETUP."""
+    return processes.run(_executed, SETUP + code)
+
+
+def _executed(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["found"]
 
 
 def test_forward() -> None:
     found = run("""
 want = torch.nn.functional.conv2d(x, w, padding=1)
 leave(128 + 110)
-y, said = told(lambda: pc.functional.conv2d(x, w, padding=1))
+y, texts = with_warnings(lambda: pc.functional.conv2d(x, w, padding=1))
 path, error = pc.last_path()["path"], max(float((a - b).abs().max()) for a, b in zip(y[0], want[0]))
 del y
-again = told(lambda: pc.functional.conv2d(x, w, padding=1))[1]
+again = with_warnings(lambda: pc.functional.conv2d(x, w, padding=1))[1]
 stock = error_of(lambda: torch.nn.functional.conv2d(x, w, padding=1))
-print(json.dumps({
-    "stock": stock, "said": said, "again": again, "error": error,
+found = {
+    "stock": stock, "texts": texts, "again": again, "error": error,
     "path": path, "limit": pc.workspace_limit(),
-}))
+}
 """)
     assert "can't allocate memory" in found["stock"]
-    assert len(found["said"]) == 1 and found["again"] == []
-    assert found["said"][0].startswith(
+    assert len(found["texts"]) == 1 and found["again"] == []
+    assert found["texts"][0].startswith(
         "conv2d: out of memory; computed again in more tiles, with a workspace limit of "
     )
-    assert "pc.workspace_limit(" in found["said"][0]
+    assert "pc.workspace_limit(" in found["texts"][0]
     assert found["path"] == "tiled" and found["error"] < 1e-3
     assert found["limit"] == 100 * 2**30, "no setting has been changed"
 
@@ -83,22 +86,22 @@ y = pc.functional.conv2d(x, w, padding=1)
 g = torch.ones(()).expand(y.shape)
 want = torch.autograd.grad(y, (x, w), g, retain_graph=True)
 leave(128 + 128 + 90)
-got, said = told(lambda: torch.autograd.grad(y, (x, w), g))
+got, texts = with_warnings(lambda: torch.autograd.grad(y, (x, w), g))
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want)]
-print(json.dumps({"said": said, "errors": errors}))
+found = {"texts": texts, "errors": errors}
 """)
-    assert len(found["said"]) == 1 and "out of memory; computed again in more tiles" in found["said"][0]
+    assert len(found["texts"]) == 1 and "out of memory; computed again in more tiles" in found["texts"][0]
     assert max(found["errors"]) < 1e-4
 
 
 def test_splits_that_were_given() -> None:
     found = run("""
 leave(128 + 90)
-y, said = told(lambda: pc.functional.conv2d(x, w, padding=1, splits=2))
-print(json.dumps({"said": said, "tiles": pc.last_path()["tiles"]}))
+y, texts = with_warnings(lambda: pc.functional.conv2d(x, w, padding=1, splits=2))
+found = {"texts": texts, "tiles": pc.last_path()["tiles"]}
 """)
-    assert "with 8 pieces of the first dimension" in found["said"][0]
+    assert "with 8 pieces of the first dimension" in found["texts"][0]
     assert found["tiles"] == [8, 1]
 
 
@@ -108,8 +111,8 @@ def test_where_the_result_does_not_fit(splits: str) -> None:
     found = run(f"""
 conv = pc.Conv2d(32, 32, 3, padding=1, splits={splits})
 leave(100)
-error, said = told(lambda: error_of(lambda: conv(x)))
-print(json.dumps({{"error": error, "said": said, "splits": conv.splits, "limit": pc.workspace_limit()}}))
+error, texts = with_warnings(lambda: error_of(lambda: conv(x)))
+found = {{"error": error, "texts": texts, "splits": conv.splits, "limit": pc.workspace_limit()}}
 """)
-    assert "can't allocate memory" in found["error"] and found["said"] == []
+    assert "can't allocate memory" in found["error"] and found["texts"] == []
     assert found["splits"] == (None if splits == "None" else 4) and found["limit"] == 100 * 2**30

@@ -10,25 +10,23 @@ from dataclasses import replace
 import pytest
 import torch
 from support.checks import check, forward_backward, operator
-from support.configurations import Configuration, build, build_grad
-from test_conv import BOTH, configuration
+from support.configurations import Configuration, build, build_grad, plain
 
 import patchconv_native as pc
 
-ALL = (True, True, True)
+BOTH = pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
 
 
 @BOTH
 @pytest.mark.parametrize("rows", range(1, 14))
 def test_every_number_of_row_strips(device, transposed, rows):
     """13 rows in 1 to 13 strips: even, uneven, single rows, strips shorter than the halo."""
-    c = configuration(
+    c = plain(
         transposed=transposed,
         sizes=(13, 5),
         kernel=(5, 3),
         padding=(2, 1),
         splits=(rows, 1),
-        requires_grad=ALL,
     )
     path = check(c, device)
     assert path["tiles"] == [rows, 1]
@@ -39,7 +37,7 @@ def test_every_number_of_row_strips(device, transposed, rows):
 @BOTH
 @pytest.mark.parametrize("rows,columns", list(itertools.product((1, 2, 5), (2, 3, 7))))
 def test_columns_and_both(device, transposed, rows, columns):
-    c = configuration(transposed=transposed, sizes=(9, 11), splits=(rows, columns), requires_grad=ALL)
+    c = plain(transposed=transposed, sizes=(9, 11), splits=(rows, columns))
     path = check(c, device)
     assert path["path"] == "tiled" and path["tiles"] == [rows, columns]
     assert path["count"] == 2 * rows * columns
@@ -48,7 +46,7 @@ def test_columns_and_both(device, transposed, rows, columns):
 @BOTH
 @pytest.mark.parametrize("splits", [(3, 1, 1), (1, 2, 1), (1, 1, 4), (2, 3, 2)])
 def test_volumes(device, transposed, splits):
-    c = configuration(3, transposed=transposed, splits=splits, requires_grad=ALL)
+    c = plain(3, transposed=transposed, splits=splits)
     path = check(c, device)
     assert path["path"] == "tiled" and path["tiles"] == list(splits)
 
@@ -56,7 +54,7 @@ def test_volumes(device, transposed, splits):
 @BOTH
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_an_int_cuts_the_first_dimension(device, transposed, dims):
-    c = configuration(dims, transposed=transposed, splits=3, requires_grad=ALL)
+    c = plain(dims, transposed=transposed, splits=3)
     path = check(c, device)
     assert path["path"] == "tiled" and path["tiles"] == [3] + [1] * (dims - 1)
 
@@ -64,7 +62,7 @@ def test_an_int_cuts_the_first_dimension(device, transposed, dims):
 @BOTH
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_more_splits_than_rows_are_clamped(device, transposed, dims):
-    c = configuration(dims, transposed=transposed, splits=(1000,) * dims, requires_grad=ALL)
+    c = plain(dims, transposed=transposed, splits=(1000,) * dims)
     with pc.record_paths() as records:
         path = check(c, device)
     size = c.sizes  # with padding 1 and a kernel of 3 the output has the input's size
@@ -80,7 +78,7 @@ def test_more_splits_than_rows_are_clamped(device, transposed, dims):
 @pytest.mark.parametrize("stride", [2, 3, 4])
 @pytest.mark.parametrize("height", range(20, 28))
 def test_stride_that_no_strip_is_a_multiple_of(device, stride, height):
-    c = configuration(sizes=(height, 9), stride=(stride, 1), splits=(3, 2), requires_grad=ALL)
+    c = plain(sizes=(height, 9), stride=(stride, 1), splits=(3, 2))
     assert check(c, device)["path"] == "tiled"
 
 
@@ -88,14 +86,13 @@ def test_stride_that_no_strip_is_a_multiple_of(device, stride, height):
 @pytest.mark.parametrize("kernel,dilation", [(11, 1), (3, 5), (2, 9)])
 def test_halo_larger_than_a_strip(device, transposed, kernel, dilation):
     reach = (kernel - 1) * dilation
-    c = configuration(
+    c = plain(
         transposed=transposed,
         sizes=(20, 8),
         kernel=(kernel, 1),
         dilation=(dilation, 1),
         padding=(reach // 2, 0),
         splits=(10, 1),
-        requires_grad=ALL,
     )
     assert check(c, device)["tiles"] == [10, 1]
 
@@ -103,16 +100,14 @@ def test_halo_larger_than_a_strip(device, transposed, kernel, dilation):
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_a_strip_inside_the_padding(device, mode):
     """Strips of one output row, of which the first and last see nothing but padding."""
-    c = configuration(sizes=(6, 6), kernel=(2, 2), padding=(5, 5), padding_mode=mode, splits=(100, 100), content="ramp")
-    assert check(replace(c, requires_grad=ALL), device)["path"] == "tiled"
+    c = plain(sizes=(6, 6), kernel=(2, 2), padding=(5, 5), padding_mode=mode, splits=(100, 100), content="ramp")
+    assert check(replace(c), device)["path"] == "tiled"
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_zero_padding_wider_than_the_kernel(device, dims):
     """Rows of output that no input reaches hold the bias alone."""
-    c = configuration(
-        dims, kernel=(2,) * dims, padding=(6,) * dims, batch=1, splits=(100, 3, 2)[:dims], requires_grad=ALL
-    )
+    c = plain(dims, kernel=(2,) * dims, padding=(6,) * dims, batch=1, splits=(100, 3, 2)[:dims])
     assert check(c, device)["path"] == "tiled"
 
 
@@ -123,7 +118,7 @@ def test_automatic_splits_follow_the_workspace_limit(device, transposed, limit, 
     sizes = {1: (500,), 2: (20, 18), 3: (6, 7, 8)}[dims]
     if limit == 1:  # a tile for every place
         sizes = {1: (60,), 2: (8, 7), 3: (4, 3, 3)}[dims]
-    c = configuration(dims, transposed=transposed, sizes=sizes, batch=3, splits=None, limit=limit, requires_grad=ALL)
+    c = plain(dims, transposed=transposed, sizes=sizes, batch=3, splits=None, limit=limit)
     with pc.record_paths() as records:
         check(c, device)
     assert [r["pass"] for r in records] == ["fprop", "dgrad", "wgrad"] or len(records) == 3
@@ -151,14 +146,14 @@ def test_automatic_leaves_small_calls_to_stock(device):
 @pytest.mark.parametrize("splits", [1, (1, 1)])
 def test_one_piece_is_one_stock_call(device, transposed, splits):
     with pc.workspace_limit(1):
-        path = check(configuration(transposed=transposed, splits=splits), device)
+        path = check(plain(transposed=transposed, splits=splits), device)
     assert path["path"] == "stock" and path["count"] == 1
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 def test_one_piece_never_pads_the_whole_input(device, mode):
     """Padding that stock can only serve by a padded copy is tiled even where one piece was asked for."""
-    c = configuration(splits=(1, 1), padding=(1, 0, 2, 1), padding_mode=mode, requires_grad=ALL)
+    c = plain(splits=(1, 1), padding=(1, 0, 2, 1), padding_mode=mode)
     path = check(c, device)
     assert path["path"] == "tiled" and path["tiles"] == [1, 1]
 
@@ -171,9 +166,7 @@ def test_backend_aten_gives_the_same_numbers(device):
         ("circular", False),
         ("zeros", True),
     ):
-        c = configuration(
-            transposed=transposed, padding_mode=padding_mode, padding=(2, 2), splits=(5, 3), requires_grad=ALL
-        )
+        c = plain(transposed=transposed, padding_mode=padding_mode, padding=(2, 2), splits=(5, 3))
         with pc.backend("aten"):
             assert check(c, device)["path"] == "tiled"
 
@@ -182,9 +175,9 @@ def test_float64_tiles_are_exact_to_its_last_bits(device):
     """Seams shift no weight by even one unit: against the uncut call in float64, on an image with a steep
     ramp.
     """
-    c = configuration(dtype="float64", content="ramp", kernel=(5, 5), padding=(2, 2), sizes=(23, 19))
+    c = plain(dtype="float64", content="ramp", kernel=(5, 5), padding=(2, 2), sizes=(23, 19))
     for rows, columns in itertools.product((2, 4, 23), (1, 3, 19)):
-        check(replace(c, splits=(rows, columns), requires_grad=ALL), device)
+        check(replace(c, splits=(rows, columns)), device)
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -202,7 +195,7 @@ def test_tiles_in_parallel(device, threads, transposed, dtype, mode):
     """Several tiles at once write into one result: right on any number of threads, and the same bits each
     time.
     """
-    c = configuration(
+    c = plain(
         transposed=transposed,
         dtype=dtype,
         padding_mode="zeros" if transposed else mode,
@@ -210,7 +203,6 @@ def test_tiles_in_parallel(device, threads, transposed, dtype, mode):
         kernel=(5, 3),
         padding=(2, 1),
         splits=(13, 4),
-        requires_grad=ALL,
     )
     for splits in (c.splits, (40, 1)):
         assert check(replace(c, splits=splits), device)["path"] == "tiled"

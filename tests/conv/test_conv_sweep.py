@@ -1,8 +1,8 @@
-"""The randomised sweep: hypothesis draws configurations over the whole argument space and shrinks what fails.
+"""Random calls: hypothesis draws them from the whole space of arguments, and makes a failing one as small as it can.
 
-At least 2,000 configurations run; the seed is printed in pytest's header and PATCHCONV_SEED chooses another.
-Longer runs: `python tests/fuzz.py`. A failure prints a Configuration that `python tests/fuzz.py --replay`
-takes.
+Other calls are drawn every day; pytest's header prints the seed, and PATCHCONV_SEED chooses one. `make check` draws
+more, and `python tests/fuzz.py` as many as one likes. A failure prints a Configuration that `python tests/fuzz.py
+--replay` takes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from support import configurations
 from support.checks import check
+from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 
-EXAMPLES = 140
-SHARDS = 3  # so that pytest -n can spread them
+EXAMPLES = 140 if FULL else 100
+SHARDS = 3 if FULL else 1  # so that pytest -n can spread them
+WITHOUT_AVX512 = 1500 if FULL else 300
 OPERATORS = [(dims, transposed) for dims in (1, 2, 3) for transposed in (False, True)]
 
 
@@ -42,10 +44,6 @@ class HypothesisChooser:
 @st.composite
 def drawn(draw: st.DrawFn, dims: int, transposed: bool) -> configurations.Configuration:
     return configurations.draw(HypothesisChooser(draw), dims, transposed)
-
-
-def test_the_sweep_is_as_large_as_promised():
-    assert EXAMPLES * SHARDS * len(OPERATORS) >= 2_000
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
@@ -72,7 +70,8 @@ def test_sweep(device, dims, transposed, shard):
 
     sweep()
     assert ran >= EXAMPLES, f"only {ran} configurations ran"
-    assert tiled >= EXAMPLES // 3, f"only {tiled} of {ran} configurations were tiled"
+    # About half of what is drawn is cut, for any seed: this notices a generator that cuts next to nothing.
+    assert tiled >= EXAMPLES // 8, f"only {tiled} of {ran} configurations were tiled"
 
 
 def assert_path(c: configurations.Configuration, path: dict[str, object]) -> None:
@@ -94,11 +93,12 @@ def test_sweep_without_avx512():
     """Weight gradients are computed another way on processors without AVX-512, and oneDNN has other kernels there."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "tests/fuzz.py", "--n", "1500", "--seed", str(SWEEP_SEED), "--threads", "1"],
+        [sys.executable, "tests/fuzz.py", "--n", str(WITHOUT_AVX512), "--seed", str(SWEEP_SEED), "--threads", "1"],
         cwd=root,
         env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
         capture_output=True,
         text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1500 of 1500" in done.stdout and ", 0 failed" in done.stdout
+    assert f"{WITHOUT_AVX512} of {WITHOUT_AVX512}" in done.stdout and ", 0 failed" in done.stdout

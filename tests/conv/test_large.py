@@ -1,20 +1,26 @@
 """More than 2^31 elements in one image: forward and backward in bfloat16, at probed places against float64.
 
-The image has 2 channels of 34000 x 32800: element 2^31 lies in the second one, 2500 rows before its end. Its
-rows repeat a random block whose height is prime, so that no tile sees the same numbers as the next. Input and
-the input's gradient take 4.2 GiB each, the output half of that; it serves as the gradient that is sent. A
-process of its own, 12 GiB.
+`make check` takes a dense image of 2 channels of 34000 x 32800: element 2^31 lies in the second one, 2500 rows before
+its end. Its rows repeat a random block whose height is prime, so that no tile sees the same numbers as the next. Input
+and the input's gradient take 4.2 GiB each, the output half of that; it serves as the gradient that is sent. A process
+of its own, 12 GiB.
+
+`make test` takes a small image whose rows and channels lie more than 2^31 elements apart. Of its memory only the pages
+that hold elements are ever there.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.pairs import only_full, pairwise
 
+ROOT = Path(__file__).resolve().parents[2]
 CHANNELS, HEIGHT, WIDTH, PERIOD = 2, 34_000, 32_800, 1_021
 GIB = 2**30
 NEEDED = 12 * GIB
@@ -131,6 +137,7 @@ def check_sums(x, grad, dw, db, note) -> None:
     assert abs(found - total) <= 2.0**-8 * abs(total) + 1e-6 * HEIGHT * WIDTH
 
 
+@only_full
 @pytest.mark.large
 @pytest.mark.slow
 def test_more_than_two_billion_elements():
@@ -140,12 +147,44 @@ def test_more_than_two_billion_elements():
         [sys.executable, __file__],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         timeout=1200,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@pairwise(far=["image", "channel", "row"], splits=[None, 2, (3, 2)], part=["input", "gradient"])
+def test_elements_more_than_two_billion_apart(far, splits, part):
+    """Images, channels or rows of the input, or of the gradient that is sent, 2^31 elements and more apart."""
+    import torch
+    from support import reference
+
+    import patchconv_native as pc
+
+    shape = (2, 3, 5, 8) if part == "input" else (2, 4, 5, 8)
+    apart = {"image": 0, "channel": 1, "row": 2}[far]
+    step = 2**31 // (shape[apart] - 1) + 12_345
+    inner = [shape[1] * 40, 40, 8, 1]
+    strides = [step if d == apart else stride for d, stride in enumerate(inner)]
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(length, dtype=torch.bfloat16)  # 4 GiB of addresses
+    distant = memory.as_strided(shape, strides)
+    distant.copy_(torch.randn(shape))
+    assert length > 2**31
+
+    x = distant if part == "input" else torch.randn(2, 3, 5, 8).bfloat16()
+    w = torch.randn(4, 3, 3, 3).bfloat16()
+    leaves = [x.detach().requires_grad_(), w.requires_grad_()]
+    y = pc.functional.conv2d(*leaves, padding=1, splits=splits)
+    grad = torch.randn(y.shape).bfloat16() if part == "input" else distant
+    exact = [t.detach().contiguous().double().requires_grad_() for t in leaves]
+    wanted = reference.conv(*exact, padding=1)
+    found = [y, *torch.autograd.grad(y, leaves, grad)]
+    wants = [wanted, *torch.autograd.grad(wanted, exact, grad.contiguous().double())]
+    for got, want in zip(found, wants, strict=True):
+        # One rounding to bfloat16, and those of sums of up to 80 products in float32.
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=1e-4)
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     main()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pairs import pairwise
 
 import patchconv_native as pc
 
@@ -20,9 +21,7 @@ def leaves(name: str, device: str, dtype: torch.dtype = torch.float32) -> list[t
     return [torch.randn(*s, device=device, dtype=dtype).requires_grad_() for s in shapes]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("splits", [None, 2])
-@DTYPES
+@pairwise(name=NAMES, splits=[None, 2], dtype=[torch.bfloat16, torch.float16])
 def test_like_torch(device, name, splits, dtype):
     """As near to float64 as torch's autocast: what is lost is lost by the cast, not by the tiles."""
     given = leaves(name, device)

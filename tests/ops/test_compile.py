@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
+from support.pairs import pairwise
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -38,9 +39,7 @@ def sizes(dims: int) -> list[tuple[int, ...]]:
     return [(n, *[10 + n + 3 * d + k for d in range(dims)]) for k, n in enumerate((8, 3, 4, 7, 2))]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("splits", [None, 2])
-@pytest.mark.parametrize("backward", [False, True])
+@pairwise(name=NAMES, splits=[None, 2], backward=[False, True])
 def test_one_compilation_over_many_shapes(device, name, splits, backward):
     dims = int(name[-2])
     call = getattr(pc.functional, name)
@@ -69,8 +68,7 @@ def test_one_compilation_over_many_shapes(device, name, splits, backward):
     assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
 
 
-@pytest.mark.parametrize("argument", ["stride", "padding", "dilation", "groups", "splits"])
-@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+@pairwise(argument=["stride", "padding", "dilation", "groups", "splits"], name=["conv2d", "conv_transpose2d"])
 def test_a_number_that_dynamo_makes_symbolic(device, name, argument):
     """Under dynamic=True an int that a function is given becomes a symbol; torch's convolutions take those
     too.
@@ -86,8 +84,7 @@ def test_a_number_that_dynamo_makes_symbolic(device, name, argument):
         torch.testing.assert_close(compiled(x, w, n), call(x, w, **{argument: n}))
 
 
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [(1, 1), (2, 0, 1, 2), "same"])
+@pairwise(mode=["zeros", "reflect", "replicate", "circular"], padding=[(1, 1), (2, 0, 1, 2), "same"])
 def test_padding_modes_compile_once(device, mode, padding):
 
     def block(x, w):

@@ -1,5 +1,8 @@
-"""libpatchconv without Python: CMake builds it, its C++ tests pass, and a program that knows only the
-installed package loads a TorchScript module saved here and computes the same output and gradients."""
+"""libpatchconv without Python: CMake builds it, its C++ tests pass, and a program that knows only the installed package
+loads a TorchScript module saved here and computes the same output and gradients.
+
+In a built tree CMake links the objects that setup.py compiled (tests/cpp/built_objects.py). `make check` compiles.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,36 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from support.pairs import FULL
 
 import patchconv_native
 
-pytestmark = pytest.mark.cpp
+pytestmark = [pytest.mark.cpp, pytest.mark.timeout(3000)]  # what compiles the library takes minutes of every core
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=2700)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def launchers() -> list[str]:
+    """CMake's arguments for the use of the objects that setup.py compiled; none where there are none."""
+    tag = patchconv_native.build_info()["version"].partition("+")[2]
+    libraries = sorted(ROOT.glob(f"build/temp.*-{tag}-*/csrc/library.o"), key=os.path.getmtime)
+    if FULL or not libraries:
+        return []
+    script = ROOT / "tests" / "cpp" / "built_objects.py"
+    launcher = f"{sys.executable};-S;{script};{ROOT / 'csrc'};{libraries[-1].parent}"
+    return [f"-DCMAKE_{language}_COMPILER_LAUNCHER={launcher}" for language in ("CXX", "CUDA")]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +48,8 @@ def installed() -> Path:
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     key = hashlib.sha256(f"{torch.__file__} {torch.__version__}".encode()).hexdigest()[:8]
-    build = ROOT / "build" / f"cmake-{key}"
+    given = launchers()
+    build = ROOT / "build" / f"cmake-{key}{'-linked' if given else ''}"
     build.mkdir(parents=True, exist_ok=True)
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     cuda = "1" if patchconv_native.build_info()["cuda"] else "0"
@@ -42,6 +59,7 @@ def installed() -> Path:
             f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}",
             f"-DCMAKE_INSTALL_PREFIX={build / 'installed'}",
             "-DTORCH_CUDA_ARCH_LIST=8.0",  # setup.py builds for the others
+            *given,
         )  # fmt: skip
         run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
         run("cmake", "--install", build)
@@ -103,6 +121,6 @@ def test_program_notices_other_numbers(program: Path, tmp_path: Path) -> None:
     module = Convolution()
     module.output += 1
     torch.jit.script(module).save(tmp_path / "wrong.pt")
-    result = subprocess.run([program, tmp_path / "wrong.pt"], capture_output=True, text=True)
+    result = subprocess.run([program, tmp_path / "wrong.pt"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert f"{'output':<16} DIFFERS" in result.stdout

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
+from support.pairs import pairwise
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import patchconv_native as pc
 
 KINDS = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
-ALL = pytest.mark.parametrize("kind", KINDS)
 
 
 def count(call) -> int:
@@ -27,11 +27,11 @@ def train(model: nn.Module, x: torch.Tensor):
     return lambda: model(x).sum().backward()
 
 
-@ALL
-@pytest.mark.parametrize("splits", [None, 2])
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize(
-    "arguments", [{}, {"stride": 2, "padding": 1}, {"groups": 2, "bias": False}, {"dilation": 2, "groups": 2}], ids=str
+@pairwise(
+    kind=KINDS,
+    splits=[None, 2],
+    batched=[True, False],
+    arguments=[{}, {"stride": 2, "padding": 1}, {"groups": 2, "bias": False}, {"dilation": 2, "groups": 2}],
 )
 def test_modules(device, kind, splits, batched, arguments):
     x = torch.randn(*[3] * batched, 4, *[9] * int(kind[-2]), device=device)
@@ -53,9 +53,7 @@ def test_padding(mode, padding):
     assert count(train(pc.convert(model, splits=2), x)) == expected > 0
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3)), ids=str)
+@pairwise(dims=[1, 2, 3], transposed=[False, True], mask=list(itertools.product([True, False], repeat=3)))
 def test_backward_operators(dims, transposed, mask):
     weight = (4, 3) if transposed else (6, 2)
     x, w = torch.randn(2, 4, *[9] * dims), torch.randn(*weight, *[3] * dims)

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.configurations import lay_out
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native as pc
 
 lf = pc.functional
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
 SHAPE = (3, 6, 5, 7)
 
 
@@ -69,9 +68,11 @@ def gradients(y: Tensor, a: Arguments) -> list[Tensor | None]:
     return list(torch.autograd.grad(y, a.leaves(), a.grad, allow_unused=True))
 
 
-@ALL
-@DTYPES
-@LAYOUTS
+@pairwise(
+    name=list(CASES),
+    layout=["contiguous", "channels_last", "sliced"],
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+)
 def test_as_the_two_operators(device, name, layout, dtype):
     a = Arguments(device, dtype, layout)
     one, two, stock = (f(a) for f in CASES[name])

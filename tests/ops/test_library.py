@@ -1,5 +1,8 @@
-"""The package's words when its native part cannot serve: each case runs in its own process, on a copy of the
-package whose _build_info.json was tampered with, so that the state of this process can hide nothing."""
+"""The package's errors when its native part cannot serve.
+
+Each case runs in a process of its own, on a copy of the package whose _build_info.json was changed. What is to load
+starts a new Python. What is to be refused imports the copy in a forked process, after forgetting the package itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import processes
 
 from patchconv_native import _library
 
@@ -42,19 +46,23 @@ def tamper(folder: Path, **changes: Any) -> dict[str, Any]:
 def run(folder: Path, code: str = "import patchconv_native") -> subprocess.CompletedProcess[str]:
     # -I would drop the folder from the path, so it is put there explicitly.
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); {code}"
-    return subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=folder)
+    return subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, cwd=folder, timeout=120)
 
 
 def error(folder: Path) -> tuple[str, str]:
     """The type and the text of the error that importing the package raises."""
-    code = (
-        "import json\ntry:\n import patchconv_native\n"
-        "except ImportError as e:\n print(json.dumps([type(e).__name__, str(e)]))"
-    )
-    result = run(folder, f"exec({code!r})")
-    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
-    name, text = json.loads(result.stdout)
-    return name, text
+    return processes.run(_error, str(folder))
+
+
+def _error(folder: str) -> tuple[str, str]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "patchconv_native"]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        import patchconv_native
+    except ImportError as problem:
+        return type(problem).__name__, str(problem)
+    raise AssertionError(f"{patchconv_native.__file__} loads")
 
 
 def test_an_intact_copy_loads(copy: Path) -> None:

@@ -6,15 +6,15 @@ strides depend on: memory format of input, weight and gradient, unbatched inputs
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.configurations import lay_out
+from support.pairs import pairwise
 
 import patchconv_native  # noqa: F401  (registers the operators)
 
 ops = torch.ops.patchconv
-DIMS = pytest.mark.parametrize("dims", [1, 2, 3])
-SPLITS = pytest.mark.parametrize("splits", [None, [2]])
+DIMS = [1, 2, 3]
+SPLITS = [None, [2]]
 
 
 def tensor(*shape: int, layout: str = "contiguous", device: str = "cpu", grad: bool = True) -> torch.Tensor:
@@ -25,19 +25,12 @@ def name(dims: int, transposed: bool) -> str:
     return f"conv{'_transpose' if transposed else ''}{dims}d"
 
 
-@DIMS
-@SPLITS
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "layout,weight_layout",
-    [
-        ("contiguous", "contiguous"),
-        ("channels_last", "contiguous"),
-        ("contiguous", "channels_last"),
-        ("transposed", "contiguous"),
-        ("sliced", "channels_last"),
-        ("expanded", "contiguous"),
-    ],
+@pairwise(
+    dims=DIMS,
+    splits=SPLITS,
+    transposed=[False, True],
+    layout=["contiguous", "channels_last", "transposed", "sliced", "expanded"],
+    weight_layout=["contiguous", "channels_last"],
 )
 def test_forward(device, dims, splits, transposed, layout, weight_layout):
     x = tensor(2, 4, *[7] * dims, layout=layout, device=device)
@@ -46,9 +39,7 @@ def test_forward(device, dims, splits, transposed, layout, weight_layout):
     torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w, b, 2, 1), {"splits": splits})
 
 
-@DIMS
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("batched", [True, False])
+@pairwise(dims=DIMS, mode=["zeros", "reflect", "replicate", "circular"], batched=[True, False])
 def test_forward_padding_modes_and_unbatched(device, dims, mode, batched):
     x = tensor(*[2] * batched, 4, *[7] * dims, device=device)
     w = tensor(6, 2, *[3] * dims, device=device)
@@ -60,9 +51,7 @@ def test_forward_padding_modes_and_unbatched(device, dims, mode, batched):
     )
 
 
-@DIMS
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("frozen", ["input", "weight", "both"])
+@pairwise(dims=DIMS, transposed=[False, True], frozen=["input", "weight", "both"])
 def test_forward_with_frozen_arguments(device, dims, transposed, frozen):
     x = tensor(2, 4, *[6] * dims, device=device, grad=frozen == "weight")
     w = tensor(4, 4, *[3] * dims, device=device, grad=frozen == "input")
@@ -70,21 +59,13 @@ def test_forward_with_frozen_arguments(device, dims, transposed, frozen):
     torch.library.opcheck(getattr(ops, name(dims, transposed)).default, (x, w, b), {"splits": [2]})
 
 
-@DIMS
-@SPLITS
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "layout,grad_layout,weight_layout",
-    [
-        ("contiguous", "contiguous", "contiguous"),
-        ("contiguous", "expanded", "contiguous"),
-        ("contiguous", "channels_last", "contiguous"),
-        ("channels_last", "contiguous", "contiguous"),
-        ("channels_last", "channels_last", "contiguous"),
-        ("channels_last", "expanded", "channels_last"),
-        ("contiguous", "contiguous", "channels_last"),
-        ("transposed", "sliced", "contiguous"),
-    ],
+@pairwise(
+    dims=DIMS,
+    splits=SPLITS,
+    transposed=[False, True],
+    layout=["contiguous", "channels_last", "transposed"],
+    grad_layout=["contiguous", "channels_last", "expanded", "sliced"],
+    weight_layout=["contiguous", "channels_last"],
 )
 def test_backward(device, dims, splits, transposed, layout, grad_layout, weight_layout):
     x = tensor(2, 4, *[7] * dims, layout=layout, device=device)
@@ -98,11 +79,13 @@ def test_backward(device, dims, splits, transposed, layout, grad_layout, weight_
     )
 
 
-@DIMS
-@SPLITS
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
-@pytest.mark.parametrize("batched", [True, False])
+@pairwise(
+    dims=DIMS,
+    splits=SPLITS,
+    transposed=[False, True],
+    mask=[(True, False, False), (False, True, False), (False, False, True), (False,) * 3],
+    batched=[True, False],
+)
 def test_backward_masks(device, dims, splits, transposed, mask, batched):
     """Only what the mask needs is given; results that nobody asked for are undefined."""
     x = tensor(*[2] * batched, 4, *[7] * dims, device=device, layout="channels_last")
@@ -116,9 +99,7 @@ def test_backward_masks(device, dims, splits, transposed, mask, batched):
     )
 
 
-@DIMS
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pairwise(dims=DIMS, transposed=[False, True], dtype=[torch.float64, torch.float16, torch.bfloat16])
 def test_dtypes(device, dims, transposed, dtype):
     x = torch.randn(1, 2, *[6] * dims, device=device).to(dtype).requires_grad_()
     w = torch.randn(2, 2, *[3] * dims, device=device).to(dtype).requires_grad_()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.configurations import lay_out
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
@@ -53,17 +54,12 @@ def arguments(name: str, device: str) -> tuple[Any, ...]:
     return given(device) if callable(given) else given
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced"])
-@pytest.mark.parametrize("name", UNARY)
-def test_recorded(device, name, layout):
-    x = lay_out(torch.randn(UNARY[name][0], device=device), layout).requires_grad_()
-    torch.library.opcheck(getattr(ops, name).default, (x, *arguments(name, device)))
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_without_gradients(device, name):
-    given = [a.detach() if isinstance(a, Tensor) else a for a in arguments(name, device)]
-    torch.library.opcheck(getattr(ops, name).default, (torch.randn(UNARY[name][0], device=device), *given))
+@pairwise(name=list(UNARY), layout=["contiguous", "channels_last", "sliced"], recorded=[True, False])
+def test_operators(device, name, layout, recorded):
+    """With every gradient, and with none."""
+    x = lay_out(torch.randn(UNARY[name][0], device=device), layout).requires_grad_(recorded)
+    given = [a.detach().requires_grad_(recorded) if isinstance(a, Tensor) else a for a in arguments(name, device)]
+    torch.library.opcheck(getattr(ops, name).default, (x, *given))
 
 
 @pytest.mark.parametrize("name", [name for name in UNARY if hasattr(ops, f"{name}_")])

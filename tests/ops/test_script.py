@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pairs import pairwise
 from torch import Tensor, nn
 
 import patchconv_native as pc
@@ -55,9 +56,7 @@ def test_scripted_function(device, function, shapes):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [None, 3, "each"])
-@pytest.mark.parametrize("bias", [True, False])
+@pairwise(kind=KINDS, splits=[None, 3, "each"], bias=[True, False])
 def test_scripted_module(device, kind, splits, bias):
     dims = int(kind[-2])
     splits = (2,) * dims if splits == "each" else splits

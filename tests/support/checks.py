@@ -14,6 +14,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,8 +115,31 @@ def terms(c: Configuration, output: Tensor) -> list[int]:
     return [c.channels // c.groups * taps + 1, c.outputs // c.groups * taps, places, everywhere]
 
 
+@lru_cache(maxsize=2)
+def references(c: Configuration, device: str) -> list[list[Any]]:
+    """Output and gradients by stock PyTorch, in float64, and the sums of the terms' absolute values.
+
+    None of them depends on how the call is cut: a test that cuts it in several ways computes them once.
+    """
+    assert c.splits is None and c.limit is None
+    leaves = build(c, device)
+    with at_most_two_threads():
+        theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
+    # From float64 leaves: their gradients would otherwise be rounded to the leaves' dtype.
+    exact = forward_backward(
+        lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double(), prepare=torch.Tensor.double
+    )
+    sizes = forward_backward(
+        lambda *t: oracle(c, *t),
+        leaves,
+        lambda y: build_grad(c, theirs[0]).double().abs(),
+        prepare=lambda t: t.double().abs(),
+    )
+    return [theirs, exact, sizes]
+
+
 def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
-    """Raises AssertionError where the library differs; returns what pc.last_path() said after the forward
+    """Raises AssertionError where the library differs; returns what pc.last_path() says after the forward
     pass.
     """
     leaves = build(c, device)
@@ -129,19 +153,7 @@ def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
 
     with pc.workspace_limit(c.limit) if c.limit is not None else contextlib.nullcontext():
         ours = forward_backward(ours_and_path, leaves, lambda y: build_grad(c, y))
-    with at_most_two_threads():
-        theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
-    # From float64 leaves: their gradients would otherwise be rounded to the leaves' dtype.
-    exact = forward_backward(
-        lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double(), prepare=torch.Tensor.double
-    )
-    # Sums of the terms' absolute values: the same computation on absolute values.
-    sizes = forward_backward(
-        lambda *t: oracle(c, *t),
-        leaves,
-        lambda y: build_grad(c, theirs[0]).double().abs(),
-        prepare=lambda t: t.double().abs(),
-    )
+    theirs, exact, sizes = references(replace(c, splits=None, limit=None), device)
 
     for before, tensor in zip(kept, vars(leaves).values(), strict=True):
         assert before is None or torch.equal(before, tensor.detach()), "an argument was written to"
@@ -158,6 +170,29 @@ def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
             check_values(name, c, count, got, theirs_, wanted, total)
     check_format(c, leaves, ours[0], theirs[0])
     return path
+
+
+def check_tiled(c: Configuration, device: str) -> None:
+    """Right in the tiles that are asked for, in every pass; in one piece; and in what is chosen for the call."""
+    with pc.record_paths() as records:
+        path = check(c, device)
+    assert path["path"] == "tiled" and path["tiles"] == list(c.splits), path
+    passes = {"fprop"} | {name for name, wanted in zip(("dgrad", "wgrad"), c.requires_grad, strict=False) if wanted}
+    assert {r["pass"] for r in records} == passes, records
+    assert all(r["op"] == c.operator and r["path"] == "tiled" and r["count"] >= max(c.splits) for r in records), records
+
+    check(replace(c, splits=None), device)
+    whole = check(replace(c, splits=(1,) * c.dims), device)
+    assert whole["path"] == ("stock" if stock_serves(c) else "tiled"), whole
+
+
+def stock_serves(c: Configuration) -> bool:
+    """Whether stock PyTorch takes this padding without a padded copy of the input."""
+    if c.transposed:
+        return True
+    pairs = reference.padding_pairs(c.padding, c.kernel, c.dilation)
+    nothing = all(pair == (0, 0) for pair in pairs)
+    return nothing or (c.padding_mode == "zeros" and all(before == after for before, after in pairs))
 
 
 def check_values(

@@ -95,6 +95,39 @@ class Configuration:
         return common | {"padding_mode": self.padding_mode}
 
 
+SIZES = {1: (37,), 2: (17, 13), 3: (9, 8, 7)}
+SPLITS = {1: [(4,)], 2: [(4, 1), (1, 3), (4, 3)], 3: [(3, 1, 1), (1, 1, 2), (3, 2, 2)]}
+
+
+def plain(dims: int = 2, **changes: Any) -> Configuration:
+    """A plain call with every gradient, cut into tiles along each dimension, which a test changes in some respects."""
+    values = {
+        "transposed": False,
+        "batch": 2,
+        "channels": 4,
+        "outputs": 6,
+        "groups": 1,
+        "sizes": SIZES[dims],
+        "kernel": (3,) * dims,
+        "stride": (1,) * dims,
+        "padding": (1,) * dims,
+        "output_padding": (0,) * dims,
+        "dilation": (1,) * dims,
+        "padding_mode": "zeros",
+        "dtype": "float32",
+        "bias": True,
+        "layout": "contiguous",
+        "weight_layout": "contiguous",
+        "grad_layout": "contiguous",
+        "content": "noise",
+        "requires_grad": (True, True, True),
+        "splits": SPLITS[dims][-1],
+        "limit": None,
+        "seed": 1,
+    }
+    return Configuration(**(values | changes))
+
+
 def draw(choose: Chooser, dims: int | None = None, transposed: bool | None = None) -> Configuration:
     """One valid configuration. Rare values (big kernels, empty batches) are drawn rarely on purpose."""
     dims = choose.pick((1, 2, 2, 3)) if dims is None else dims

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ BUILD = ROOT / "build" / "host_cuda"
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
 
 
+@lru_cache(None)
 def program() -> Path:
-    """Built once; a later call compiles what changed."""
+    """The program, built once a session: what changed since the last one is compiled again."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     BUILD.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 FULL = os.environ.get("PATCHCONV_FULL_TESTS", "") == "1"
+only_full = pytest.mark.skipif(not FULL, reason="part of `make check`: set PATCHCONV_FULL_TESTS=1")
 
 
 def covering(values: Mapping[str, Sequence[Any]], allowed: Callable[..., bool] = lambda **case: True) -> list[dict]:
