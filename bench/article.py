@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native.memory import MemoryReport, words
+from patchconv_native.memory import MemoryReport, views
 from patchconv_native.planner import Strategy
 
 from . import measure, report, tables
@@ -188,7 +188,7 @@ def curve(found: MemoryReport) -> str:
     """The report without its modules, and with fewer points of its curve: enough to draw it."""
     data = found.to_dict()
     data["modules"], data["phases"], data["peak"]["held"] = [], [], []
-    data["curve"] = words.thinned(found.trace.curve, POINTS)
+    data["curve"] = views.thinned(found.trace.curve, POINTS)
     return json.dumps(data)
 
 

@@ -196,12 +196,12 @@ def in_fresh_process(target: str, timeout: float = 120.0, **arguments: Any) -> d
 
 def _answer(sender: Any, target: str, arguments: str) -> None:
     """In the new process: sends the result as JSON in a tuple, or the text of an error."""
-    from patchconv_native.demo.measure import is_out_of_memory
+    from patchconv_native.commands.errors import out_of_memory
 
     try:
         answer: Any = (json.dumps(function_named(target)(**json.loads(arguments))),)
     except Exception as error:
-        refused = is_out_of_memory(error)
+        refused = out_of_memory(error)
         answer = (json.dumps({"error": "out of memory"}),) if refused else traceback.format_exc()
     sender.send(answer)
 

@@ -162,9 +162,7 @@ def layer_norm(
     if not isinstance(input, SpatialTensor):
         raise refuse("layer_norm", "its input is a plain tensor")
     if all(d < first for d in input.axes):
-        y = functional.layer_norm(
-            input._local, normalized_shape, parameter(weight, input), parameter(bias, input), eps
-        )
+        y = functional.layer_norm(input._local, normalized_shape, parameter(weight, input), parameter(bias, input), eps)
         return wrap(y, input.axes)
     if any(d < first for d in input.axes):
         raise refuse("layer_norm", "one of its cut dimensions is normalized over, and another one is not")
