@@ -1,4 +1,4 @@
-"""Runs the benchmarks for the CPU, one after another: `python -m bench`, or `--quick` to see that they work.
+"""Runs the benchmarks for the CPU, one after another: `python -m bench`, or `--quick` to check that they work.
 
 Wants a machine that does nothing else, and 12 GiB. Results go to bench/results. bench.xray, which trains one network
 in many ways, is run by itself.

@@ -44,7 +44,7 @@ MICROBATCHES = {"stem": 8, "layer1": 8, "layer2": 4}
 SEGMENTS = 5
 POINTS = 240  # of a curve that is kept for the figure
 HALF = torch.bfloat16
-# In the place of what the planner finds, which takes its time at any size.
+# In place of the planner's search, which takes long at any size.
 TRIAL = {"any": {"convert": True, "amp": "bfloat16"}, "exact": {"convert": True, "checkpoints": ["layers.layer1_0"]}}
 
 
@@ -57,11 +57,11 @@ class Form:
     """Which of the planner's answers: with autocast allowed, or "exact"."""
 
 
-def torchs(layers: nn.Sequential, x: Tensor) -> Tensor:
+def torch_checkpoints(layers: nn.Sequential, x: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint_sequential(layers, CHUNKS, x, use_reentrant=False)
 
 
-def ours(layers: nn.Sequential, x: Tensor) -> Tensor:
+def pc_checkpoints(layers: nn.Sequential, x: Tensor) -> Tensor:
     return pc.checkpoint_sequential(layers, CHUNKS, x)
 
 
@@ -76,14 +76,14 @@ def in_microbatches(layers: nn.Sequential, x: Tensor) -> Tensor:
 
 FORMS = {
     "baseline": Form(),
-    "checkpoints, torch": Form(torchs),
-    "checkpoints, ours": Form(ours),
+    "checkpoints, torch": Form(torch_checkpoints),
+    "checkpoints, ours": Form(pc_checkpoints),
     "mixed": Form(amp=True),
-    "checkpoints, torch + mixed": Form(torchs, amp=True),
-    "checkpoints, ours + mixed": Form(ours, amp=True),
+    "checkpoints, torch + mixed": Form(torch_checkpoints, amp=True),
+    "checkpoints, ours + mixed": Form(pc_checkpoints, amp=True),
     "converted": Form(converted=True),
     "converted + mixed": Form(amp=True, converted=True),
-    "all but micro-batches": Form(ours, amp=True, converted=True),
+    "all but micro-batches": Form(pc_checkpoints, amp=True, converted=True),
     "all": Form(in_microbatches, amp=True, converted=True),
     "planned, exact": Form(planned="exact"),
     "planned": Form(planned="any"),
@@ -118,7 +118,7 @@ class Chain(nn.Module):
 
 
 def network(form: str, blocks: int, strategy: dict[str, Any] | None = None) -> nn.Module:
-    """The model of a form; strategy: what the planner said, for the forms that are planned."""
+    """The model of a form; strategy: the planner's, for the forms that are planned."""
     torch.manual_seed(0)
     model: nn.Module = Chain(blocks, FORMS[form].checkpoints)
     if FORMS[form].converted:

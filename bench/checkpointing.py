@@ -37,14 +37,14 @@ def plain(fn: Callable[..., Tensor], *args: Any) -> Tensor:
     return fn(*args)
 
 
-def torchs(fn: Callable[..., Tensor], *args: Any) -> Tensor:
+def torch_checkpoint(fn: Callable[..., Tensor], *args: Any) -> Tensor:
     return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
 
 
 # Form: how bottlenecks are run, and whether the model is converted.
 FORMS: dict[str, tuple[Run, bool]] = {
     "naive": (plain, False),
-    "torch": (torchs, False),
+    "torch": (torch_checkpoint, False),
     "ours": (pc.checkpoint, False),
     "lean": (plain, True),
     "ours + lean": (pc.checkpoint, True),

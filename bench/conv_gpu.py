@@ -179,8 +179,8 @@ def probes(size: str, device: str, rows: list[Any], save: Save, left: Deadline) 
         side = conv_errors.LARGE[mark] if size == "full" else 24
         found = guarded(partial(_probe, device, layout, side, groups), device)
         rows.append({"name": name, "elements": 16 * side * side} | found)
-        said = found.get("error") or found["wrong"] or f"error {found['worst']:.3f} of its bound"
-        print(f"elements past {name:<28} {said}", flush=True)
+        outcome = found.get("error") or found["wrong"] or f"error {found['worst']:.3f} of its bound"
+        print(f"elements past {name:<28} {outcome}", flush=True)
         save()
     return missing
 
@@ -208,7 +208,7 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
             found = guarded(work, device, tidy=job.bytes > GIB)
             row = job.facts() | {"pass": pass_} | found
             data["rows"].append(row)
-            print(said_of(job, pass_, row), flush=True)
+            print(line_of(job, pass_, row), flush=True)
             save()
 
     visit([(job, pass_) for job in jobs[:AHEAD] for pass_ in PASSES])
@@ -217,7 +217,7 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
     return missing
 
 
-def said_of(job: ConvJob, pass_: str, row: dict[str, Any]) -> str:
+def line_of(job: ConvJob, pass_: str, row: dict[str, Any]) -> str:
     head = f"{job!s:<52} {pass_:<6}"
     if "error" in row:
         return f"{head} {row['error']}"

@@ -1,7 +1,7 @@
 """The ways to compute a convolution with bias and ReLU that bench.conv_gpu times beside ours, and both gradients.
 
-All of them start from the same tensors in the same layout and make a new result. A way that is not here says so by
-Absent; what it cannot do it says by its own error, which is a result.
+All of them start from the same tensors in the same layout and make a new result. One that is not installed raises
+Absent. One that cannot compute a case raises its own error, and that error is its result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OURS = {NATIVE: "native", AUTO: "auto"}
 
 
 class Absent(RuntimeError):
-    """Says why a way is not there."""
+    """Why an implementation is not there."""
 
 
 def fused(job: ConvJob, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Times of the memory-bound kernels on one device, for bench.gpu: a section a family, a job a row of its results.
+"""Times of the memory-bound kernels on one device, for bench.gpu: a section per family, a row of the results per job.
 
 Every job is timed three ways in turn: ours under pc.backend("native"), the operator of stock PyTorch that computes the
-same, and a plain copy of the job's bytes (half of them read, half written). Its bytes are the floor, what a pass must
-read and write at least: ReLU forward reads and writes the tensor and writes an eighth of a byte an element. Ratios are
-of medians: copy's time in units of ours is the share of the device's rate that is reached, stock's how much faster we
-are. Results are made anew in every call, ours and stock's, except where the name says in place; the copy's memory is
-there. The norms are in bench/gpu_norms.py; a new family is one more entry in SECTIONS. Without a GPU the same code
-times what computes there, which tests it and measures nothing.
+same, and a plain copy of the job's bytes (half of them read, half written). These bytes are the floor, the least that a
+pass must read and write: ReLU forward reads and writes the tensor and writes an eighth of a byte per element. Ratios
+are of medians: copy's time in units of ours is the share of the device's rate that is reached, stock's how much faster
+we are. Both sides allocate their results in every call, except where the name says in place; the copy writes into
+memory that exists. The norms are in bench/gpu_norms.py; a new family is one more entry in SECTIONS. Without a GPU the
+same code times what computes there, which tests it and measures nothing.
 """
 
 from __future__ import annotations
@@ -189,10 +189,10 @@ def measure_section(section: str, size: str, device: str, rows: list[Any], save:
             continue
         row = job.facts | guarded(partial(timed, job, device, timer, SECONDS[size]), device)
         rows.append(row)
-        said = row.get("error") or (
+        outcome = row.get("error") or (
             f"{row['ms'][OURS]['median']:.4f} ms, {row['gb_s'][OURS]:.0f} GB/s, {row[OF_COPY]:.2f} of copy's rate, "
             f"stock {row[OF_STOCK]:.2f}"
         )
-        print(f"{job!s:<64} {said}", flush=True)
+        print(f"{job!s:<64} {outcome}", flush=True)
         save()
     return missing

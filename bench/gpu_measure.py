@@ -128,11 +128,11 @@ def memory(size: str, device: str, limits: dict[str, float], rows: list[Any], sa
             row = row_of(case, pass_, variant, limits)
             row |= _measured(variant, partial(_peaks, case, variant, pass_, device), device)
             rows.append(row)
-            said = (
+            outcome = (
                 row.get("error")
                 or f"{row['workspace'] / measure.MIB:.0f} MiB ({row['first_workspace'] / measure.MIB:.0f})"
             )
-            print(f"memory {case.name:<40} {pass_:<6} {variant.name:<28} {said}", flush=True)
+            print(f"memory {case.name:<40} {pass_:<6} {variant.name:<28} {outcome}", flush=True)
         save()
     return missing
 
@@ -181,7 +181,7 @@ class Timer:
 def _visit(
     case: Case, variant: Variant, pass_: str, device: str, timer: Timer, budget: float, taken: list[float]
 ) -> dict[str, Any]:
-    """Times one variant for a while and adds the milliseconds to `taken`."""
+    """Times one variant for `budget` seconds and adds the milliseconds to `taken`."""
     taken += timer(bind(case, variant, pass_, device), budget)
     return path_taken(variant.implementation)
 
@@ -209,11 +209,11 @@ def speed(size: str, device: str, limits: dict[str, float], rows: list[Any], sav
                 row |= {"ms": Spread.of(taken).facts(), "calls": len(taken)}
                 row["tflop_s"] = round(case.flop / statistics.median(taken) / 1e9, 1)
             rows.append(row)
-            said = (
+            outcome = (
                 row.get("error")
                 or f"{row['ms']['median']:.3f} ms, {row['tflop_s']} TFLOP/s (floor {row['floor_ms']:.3f})"
             )
-            print(f"time {case.name:<40} {pass_:<6} {variant.name:<28} {said}", flush=True)
+            print(f"time {case.name:<40} {pass_:<6} {variant.name:<28} {outcome}", flush=True)
         save()
     return missing
 

@@ -3,7 +3,7 @@
 Where the processor has no instructions for them, stock computes a half-precision convolution through a column
 buffer and matrix products of its own, element by element. Our tiles are turned to float32, computed by oneDNN and
 turned back. From how much work on that pays is the constant kManyProducts in csrc/cpu/conv.cpp (kLargeMatrix for
-weight gradients), and this script is where it comes from. A row says whether the processor multiplies the dtype;
+weight gradients), derived from this script's results. A row says whether the processor multiplies the dtype;
 where it does, both sides make the same call. Kernel 3x3, padding 1; forward, gradient of the input, of the weight.
 """
 

@@ -1,11 +1,11 @@
-"""What a forward pass keeps for backward, counted in three ways: `python -m bench.kept` shows them for a ResNet-18.
+"""Bytes that a forward pass keeps for backward, counted in three ways: `python -m bench.kept` for a ResNet-18.
 
-saved_bytes sees what autograd saves, where it saves it: tensors that pass through saved-tensor hooks, the pass's own
-inputs among them. held_bytes sees what stays alive, whoever holds it: storages that an operator returned in the pass
-and that live on when all is gone but the graph. heap_bytes sees all that malloc gave out and did not get back, also
-what an operator made below every Python mode; it is for the CPU, with glibc, and counts the graph's nodes too. The last
-two do not count what existed before the pass. All run the pass once unseen, so that what is made only once (caches,
-thread pools, compiled kernels) does not count, and none counts an output that nothing else holds.
+saved_bytes counts the tensors that pass through saved-tensor hooks, the inputs among them. held_bytes counts storages
+that an operator returned in the pass and that are alive when only the graph is left, whoever holds them. heap_bytes
+counts all that malloc gave out and did not get back, the graph's nodes included; it works on the CPU, with glibc. The
+last two do not count what existed before the pass. All of them run the pass once before they count, so that what is
+made only once (caches, thread pools, compiled kernels) does not count, and none counts an output that nothing else
+holds.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """Compiles every CUDA kernel for every architecture and holds it to its budget: `python -m bench.kernels [--all]`.
 
 No GPU is needed, only the toolkit that setup.py finds. Each .cu under csrc/cuda/kernels that csrc/sources.txt lists
-becomes a cubin an architecture, in parallel; what ptxas says of each kernel, and the loads and stores of local memory
-in its machine code, are compared with the comment above the kernel, in its .cu or in a header that this includes:
+becomes one cubin per architecture, in parallel. What ptxas reports of each kernel, and the loads and stores of local
+memory in its machine code, are compared with the comment above the kernel, in its .cu or in a header that this
+includes:
 
     // Budget: 64 registers, 0 bytes of shared memory.
     template <typename T>
     __global__ void some_kernel(...)
 
-The budget is for the worst instance on the worst architecture. Shared memory is what the kernel declares and what its
-launch asks for together; the launch is not seen here, so that only what is declared is held to it, and a kernel without
-any to 0. `, tensor cores` follows where a kernel multiplies by them. Errors: a kernel without a budget or that is never
-compiled, more than the budget, registers far below it (so that budgets stay true), spills, a stack frame, local memory,
-tensor cores that are not used or not told of. Exit code 1 for any of these, 2 without a toolkit. Results are cached in
-build/kernels by a hash of sources, flags and compiler.
+The budget is for the worst instance on the worst architecture. Its shared memory is what the kernel declares plus what
+its launch asks for. The launch is not seen here: only what is declared is checked, and that a kernel with a budget of 0
+uses none. `, tensor cores` follows where a kernel multiplies by them. Errors: a kernel without a budget or that is
+never compiled, more than the budget, registers far below it (so that budgets stay true), spills, a stack frame, local
+memory, tensor cores that are not used, or used and not in the budget. Exit code 1 for any of these, 2 without a
+toolkit. Results are cached in build/kernels by a hash of sources, flags and compiler.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 class Compiler:
-    """nvcc with the flags above, and the memory of what it said before."""
+    """nvcc with the flags above. Its results are cached."""
 
     def __init__(self, toolkit: Toolkit) -> None:
         if toolkit.version < OLDEST:

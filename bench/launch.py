@@ -1,4 +1,4 @@
-"""New processes that run a function of this package's as the ranks of one group, and what each of them finds."""
+"""Runs a function as the ranks of one process group, each in a new process, and returns what each rank found."""
 
 from __future__ import annotations
 

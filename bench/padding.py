@@ -3,8 +3,8 @@
 oneDNN computes convolutions whose padding passes a few columns by ways that are 2 to about 280 times slower than
 its usual one (ONEDNN_VERBOSE=1 names them: gemm, ref), although the padded convolution is no more work. Our
 tiles bring wide padding with them, as zeros copied along with the tile, and then ask for a convolution
-without any; from which width on is widest_fast_padding() in csrc/cpu/conv.cpp, and this script is where it
-comes from. Kernels 3 to 31, 0 to 20 columns, 1 to 64 input channels, 16 outputs; for some also rows in place
+without any; from which width on is widest_fast_padding() in csrc/cpu/conv.cpp, which was derived from this
+script's results. Kernels 3 to 31, 0 to 20 columns, 1 to 64 input channels, 16 outputs; for some also rows in place
 of columns. Which way oneDNN takes depends on the number of threads and on the size of the picture as well, so
 there are tables for one thread, and one for a large picture.
 """
@@ -33,7 +33,7 @@ LIMIT = {
     "full": 180.0,
     "small": 30.0,
     "tiny": 20.0,
-}  # seconds for the whole table; what is missing then is said
+}  # seconds for the whole table; the report counts the cells that are missing then
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def _conv_facts(row: Row) -> list[str]:
         row["fastest_rival"] or "none", _number(figures, "of_rival", 2), _number(figures, "auto_of_rival", 2),
         _number(native, "tflop_s", 0), _number(native, "of_roofline", 2), _number(figures, "memory_mib", 1),
         mib(stock["workspace"], 1) if "workspace" in stock else "", _number(figures, "error", 3),
-        *(", ".join(found[key] for key in ("path", "kernel") if key in found)
+        *(", ".join(found[key] for key in ("path", "kernel") if found.get(key))
           for found in (native, row["sides"][AUTO])),
         ", ".join(CONV_TITLES[name] for name, met in row["met"].items() if not met),
     ]  # fmt: skip

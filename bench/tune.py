@@ -4,7 +4,7 @@ Measures both over a grid of convolutions, derives the rules by which backend "a
 prints and writes them to patchconv_native/conv_rules.json, where other GPUs' entries stay, and the measurements
 beside the other results. Both sides are called in turns, each behind a flushed level-2 cache; a ratio is of medians.
 A point counts only if the project's kernel computed it, by the record of paths. cuDNN's benchmark mode is on. With
-too little time (--budget) the less important classes are left out, which is said, and no rule takes them. Without a
+too little time (--budget) the less important classes are left out and named, and no rule takes them. Without a
 GPU: one line, exit code 2.
 """
 
@@ -185,7 +185,7 @@ def measured(shape: Shape, device: str, timer: Timer, rounds: int) -> dict[str, 
 
 
 def measure_all(shapes: list[Shape], device: str, rounds: int, left: Callable[[], float]) -> list[dict[str, Any]]:
-    """A row a shape; it says nothing of what there was no time for, and "error" of what neither side can do."""
+    """A row per shape: empty where there was no time, "error" where neither side can compute it."""
     timer = Timer(device)
     rows = []
     for shape in shapes:

@@ -1,10 +1,11 @@
-"""From measurements to rules: a short list for conv_rules.json that takes the project's kernel only where it won.
+"""Turns measurements into a short list of rules for conv_rules.json, which take the project's kernel only where it won.
 
-A class is what shares pass, dtype, layout, kind, taps and stride. Within a class a rule is a box: a range of channels,
-and a number of output places from which on every measurement inside the box was won. Both ends of the channels were
-measured; what lies between two neighbours that won, as 96 between 64 and 128, is taken with them. A box has no end of
-places if all its channels were measured, and won, at FULL places or more: from there on a GPU is full, and both sides'
-time grows with the places. What was not measured is not taken. Boxes that differ in one thing alone are then joined.
+A class is all convolutions that share pass, dtype, layout, kind, taps and stride. Within a class a rule is a box: a
+range of channels, and a number of output places from which on every measurement inside the box was won. Both ends of
+the channels were measured; what lies between two neighbours that won, as 96 between 64 and 128, is taken with them. A
+box has no upper end of places if all its channels were measured, and won, at FULL places or more: from there on a GPU
+is full, and both sides' time grows with the places. What was not measured is not taken. Boxes that differ in one thing
+alone are then joined.
 """
 
 from __future__ import annotations

@@ -73,11 +73,12 @@ class Decoder(nn.Module):
         super().__init__()
         from diffusers import AutoencoderKL
 
-        self.vae = AutoencoderKL(
+        vae: Any = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
             block_out_channels=(64, 128, 128, 128), layers_per_block=1, sample_size=picture // 2,
         )  # fmt: skip
-        del self.vae.encoder, self.vae.quant_conv
+        del vae.encoder, vae.quant_conv
+        self.vae = vae
 
     def forward(self, latent: Tensor) -> Tensor:
         return self.vae.decode(latent).sample
@@ -166,10 +167,10 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
     if LAYOUT in form:
         model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     if form == "diffusers' tiling":
-        model.vae.enable_tiling()  # type: ignore[operator, union-attr]
+        model.vae.enable_tiling()  # type: ignore[union-attr, operator]
     if form == "torch checkpoints":
         for module in [m for m in model.modules() if is_block("", m)]:
-            module.forward = functools.partial(torch_checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            module.forward = functools.partial(torch_checkpoint, module.forward, use_reentrant=False)
     if form.startswith(CONVERT):
         pc.convert(model, functional=form.startswith("functional"))
     if "pc checkpoints" in form:

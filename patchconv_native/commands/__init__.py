@@ -1,1 +1,1 @@
-"""The commands of the command line that take a model: `trace`, `plan`, `bench`."""
+"""The commands that take a model: `trace`, `plan`, `bench`."""

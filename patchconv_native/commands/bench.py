@@ -1,9 +1,9 @@
-"""Compares a model's step, or one convolution, as it is with the same converted: time and memory, on this machine.
+"""Compares a step of a model, or one convolution, before and after conversion: time and memory on this machine.
 
-Both are timed in turns, one after the other in every round, and the answer is the median over the rounds of the
-time converted in units of stock's, with the lowest and the highest. Memory is counted by a traced step of each, apart
-from the timing. Without MODEL one convolution is measured: IN channels to OUT, K x K pixels, zero padding. Its step has
-the gradient of the input too, as inside of a network. An optimizer's rate is 0.
+Every round times one and then the other. The ratio is the time converted over the time of stock, as the median over
+the rounds, with the lowest and the highest. Memory is counted apart from the timing, in a traced step of each.
+Without MODEL one convolution is measured: IN channels to OUT, K x K pixels, zero padding. Its step computes the
+gradient of the input too, as inside a network. The learning rate of an optimizer is 0.
 
   patchconv_native bench --conv 64x64x3 --size 1024
   patchconv_native bench torchvision:resnet18 --size 512 --batch 4 --functional --json bench.json
@@ -35,17 +35,20 @@ from .errors import Failed, Mistake, line, out_of_memory
 from .progress import Progress, wrote
 
 LEAST = 0.1
-"""Seconds that a timing takes at least: what is faster runs several times."""
+"""Seconds that a timing takes at least. A faster step runs several times."""
 CONV = (64, 64, 3)
+"""The convolution without MODEL and --conv: channels in, channels out, kernel size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, nargs="?")
     parser.add_argument("--conv", type=_conv, metavar="INxOUTxK", help="one convolution instead of a model (64x64x3)")
-    options.add_step(parser, "autocast to this dtype, both")
+    options.add_step(parser, "autocast both to this dtype")
     parser.add_argument("--functional", action="store_true", help="converted by pc.convert(model, functional=True)")
-    parser.add_argument("--rounds", type=options.whole(1, 1000), default=7, metavar="N", help="of timing both (7)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the answer with every timing")
+    parser.add_argument(
+        "--rounds", type=options.whole(1, 1000), default=7, metavar="N", help="rounds of timing both (7)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results with every timing")
     options.add_quiet(parser)
 
 
@@ -58,7 +61,7 @@ def _conv(text: str) -> tuple[int, int, int]:
 
 @dataclass
 class Side:
-    """One of the two that are compared."""
+    """One of the two models that are compared, with its input and its step."""
 
     model: nn.Module
     input: Tensor
@@ -89,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except Exception as error:
         what = "out of memory" if out_of_memory(error) else "a step failed"
-        raise Failed(f"{what} with an input of {options.said(shape)}: {line(error)}") from error
+        raise Failed(f"{what} with an input of {options.dimensions(shape)}: {line(error)}") from error
     _print(name, shape, device, facts)
     if arguments.json is not None:
         facts = {"what": name, "input": list(shape), "device": str(device), "step": _step(arguments), **facts}
@@ -165,7 +168,7 @@ def _side(model: nn.Module, x: Tensor, arguments: argparse.Namespace) -> Side:
 
 
 def _seconds(side: Side, times: int, device: torch.device) -> float:
-    """Of one step, as the mean of several."""
+    """The time of one step: the mean of `times` steps."""
     _wait(device)
     begun = time.perf_counter()
     for _ in range(times):
@@ -191,7 +194,7 @@ def _traced(side: Side, arguments: argparse.Namespace, device: torch.device) -> 
 
 
 def _print(name: str, shape: tuple[int, ...], device: torch.device, facts: dict[str, Any]) -> None:
-    print(f"{name}, input {options.said(shape)} ({device}, {facts['threads']} threads, torch {facts['torch']})")
+    print(f"{name}, input {options.dimensions(shape)} ({device}, {facts['threads']} threads, torch {facts['torch']})")
     rows = [("", "stock", "converted", "ratio")]
     stock, ours = facts["median_seconds"]
     ratio = facts["ratio"]

@@ -1,4 +1,4 @@
-"""MODEL of the command line: a name in torchvision or timm, or a callable in a module or a file of the user's."""
+"""MODEL of the command line: a name in torchvision or timm, or a callable in the user's module or file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Source:
     make: Callable[[], Any]
 
     def build(self) -> nn.Module:
-        """The model, with random weights where a library makes it: nothing is downloaded."""
+        """The model. From a library it has random weights: nothing is downloaded."""
         try:
             model = self.make()
         except (Mistake, Failed):
@@ -47,7 +47,7 @@ class Source:
         return model
 
     def without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
-        """work(model) of a model whose parameters are on the meta device; of a real one where that does not go."""
+        """Returns work(model) for the model on the meta device, or for a real one if that is not possible."""
         with _unlogged():
             return self._without_memory(work)
 
@@ -63,7 +63,7 @@ class Source:
             except Mistake:
                 raise
             except Exception as error:
-                # A tensor that is neither parameter nor buffer stays on the meta device, where the others are not.
+                # A tensor that is neither parameter nor buffer stays on the meta device, unlike the others.
                 if "meta" not in f"{error} {error.__cause__}" or out_of_memory(error):
                     raise
                 reason = f"does not run as built on the meta device ({line(error.__cause__ or error)})"
@@ -74,7 +74,7 @@ class Source:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """torch logs the traceback of what fails on fake tensors, besides raising it."""
+    """Silences torch's log of errors on fake tensors, which it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -85,7 +85,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def find(text: str) -> Source:
-    """The model of that name; Mistake where there is none. Nothing is built."""
+    """The source of a model by its name. Nothing is built yet. Raises Mistake if there is none."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise Mistake(f"expected MODEL to be {EXPECTED}, got {text!r}{_libraries_with(text)}")
@@ -111,7 +111,7 @@ def _names(library: str) -> list[str]:
 
 
 def _libraries_with(name: str) -> str:
-    """A hint for a name that forgot its library."""
+    """A hint for a name without its library."""
     found = []
     for library in LIBRARIES:
         try:
@@ -128,7 +128,7 @@ def _torchvision(name: str) -> Callable[[], Any]:
         raise Mistake(f"expected a model of torchvision, got {name!r}{near(name, names, 'torchvision:')}")
     from torchvision import models
 
-    # Detectors and the like would download their backbone's weights.
+    # Detectors would otherwise download weights of their backbones.
     absent = {"weights", "weights_backbone"} & set(inspect.signature(models.get_model_builder(name)).parameters)
     return lambda: models.get_model(name, **dict.fromkeys(absent))
 

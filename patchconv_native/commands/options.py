@@ -1,4 +1,4 @@
-"""Options that the commands share: what a step is, on which device, and the files that are written."""
+"""Options that the commands share: the step, its device, and the files to write."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.0),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.0),
 }
-"""With a rate of nothing: the memory and the work are the same, and steps that are only timed lead nowhere."""
+"""With a learning rate of 0: memory and time are the same, and repeated steps do not diverge."""
 
 
 # --------------------------------------------------------------------------------------------------------
-# Words to values; argparse says which option it was
+# Values of options; argparse adds the option's name to an error
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
-    """A whole number within bounds."""
+    """A parser of whole numbers within bounds."""
 
     def value(text: str) -> int:
         number = int(text) if re.fullmatch(r"[0-9]{1,12}", text) else -1
@@ -46,7 +46,7 @@ def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """512 is 512 x 512; 512x768 is height x width; 16x224x224 depth, height and width."""
+    """Dimensions of an input. 512 is 512 x 512, 512x768 height x width, 16x224x224 depth x height x width."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}){0,2}", text):
         raise argparse.ArgumentTypeError(f"expected a size such as 512 or 512x768 (height x width), got {text!r}")
     found = tuple(int(part) for part in text.split("x"))
@@ -86,24 +86,22 @@ def add_model(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser, amp: str) -> None:
-    """The step, its input and its device. `amp`: what that option is for."""
+    """Options of the step, its input and its device. `amp` is the help text of --amp."""
     group = parser.add_argument_group("the step")
-    group.add_argument("--size", type=sizes, metavar="H[xW]", help="of the input in pixels: 512, or 512x768 (224)")
-    group.add_argument("--batch", type=whole(1), default=1, metavar="N", help="images at once (1)")
-    group.add_argument("--channels", type=whole(1), default=3, metavar="N", help="of the input (3)")
+    group.add_argument("--size", type=sizes, metavar="H[xW]", help="size of the input in pixels: 512, or 512x768 (224)")
+    group.add_argument("--batch", type=whole(1), default=1, metavar="N", help="images in a batch (1)")
+    group.add_argument("--channels", type=whole(1), default=3, metavar="N", help="channels of the input (3)")
     group.add_argument(
-        "--device", type=device_name, metavar="cpu|cuda", help="also cuda:1 and so on (the GPU, if there is one)"
+        "--device", type=device_name, metavar="cpu|cuda", help="or cuda:1 and so on (default: the GPU, if there is one)"
     )
     group.add_argument("--amp", choices=("bfloat16", "float16"), help=amp)
-    group.add_argument("--eval", action="store_true", help="the forward pass alone, in eval mode, without gradients")
-    group.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), help="its step and state too (sgd: momentum 0.9; otherwise none)"
-    )
-    group.add_argument("--channels-last", action="store_true", help="model and input in channels_last")
+    group.add_argument("--eval", action="store_true", help="only the forward pass, in eval mode, without gradients")
+    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="add its step and state (sgd: with momentum 0.9)")
+    group.add_argument("--channels-last", action="store_true", help="put model and input in channels_last")
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    parser.add_argument("--quiet", action="store_true", help="print no progress on stderr")
 
 
 def check_step(arguments: argparse.Namespace) -> None:
@@ -112,7 +110,7 @@ def check_step(arguments: argparse.Namespace) -> None:
 
 
 def device(asked: str | None, computed: bool) -> torch.device:
-    """Where a step runs, or, unless it is computed, is predicted for: that needs no GPU."""
+    """The device of a step. A step that is only predicted, not `computed`, needs no GPU here. Raises Mistake."""
     built = pc.build_info()["cuda"] is not None
     there = torch.cuda.is_available()
     if asked is None:
@@ -129,7 +127,7 @@ def device(asked: str | None, computed: bool) -> torch.device:
 
 
 def files(**given: Path | None) -> list[Path]:
-    """Those that were asked for, by option; Mistake where one cannot be written."""
+    """The files that were asked for, given by option. Raises Mistake if one cannot be written."""
     for name, path in given.items():
         if path is None:
             continue
@@ -157,12 +155,12 @@ def _layout(dimensions: int) -> torch.memory_format:
     return torch.channels_last if dimensions == 4 else torch.channels_last_3d
 
 
-def said(shape: tuple[int, ...]) -> str:
+def dimensions(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
 def ready(model: nn.Module, arguments: argparse.Namespace, device: torch.device | None = None) -> nn.Module:
-    """The model in the mode and layout asked for, on `device` if one is given."""
+    """The model in the mode and layout of the options, on `device` if one is given."""
     try:
         if device is not None:
             model = model.to(device)
@@ -176,11 +174,11 @@ def ready(model: nn.Module, arguments: argparse.Namespace, device: torch.device 
 def example(
     model: nn.Module, shape: tuple[int, ...], arguments: argparse.Namespace, device: torch.device | str
 ) -> Tensor:
-    """An input, of the model's dtype; on the meta device it takes no memory."""
+    """An input of random numbers in the model's dtype. On the meta device it takes no memory."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     layout = _layout(len(shape)) if arguments.channels_last else torch.contiguous_format
     try:
         made = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
         return made if made.is_meta else made.normal_()
     except (RuntimeError, TypeError) as error:
-        raise Failed(f"there is no memory for an input of {said(shape)}: {line(error)}") from error
+        raise Failed(f"there is no memory for an input of {dimensions(shape)}: {line(error)}") from error

@@ -1,9 +1,9 @@
 """Says what to turn on so that a training step fits a budget, or the largest batch or size that fits.
 
-Everything is predicted: nothing is computed, no memory is taken, and --device cuda needs no GPU. Tried are converted
-layers, converted functional code, checkpoints and smaller tiles; and, where allowed and nothing else fits, autocast
-(--amp) and saved tensors in the host's memory (--offload). Where nothing fits, one line says the least budget that
-would do, and the exit code is 1.
+Everything is predicted: nothing is computed, no memory is taken, and --device cuda needs no GPU. Converted layers,
+converted functional code, checkpoints and smaller tiles are tried. If none fits and it is allowed, autocast (--amp)
+and saved tensors in the host's memory (--offload) are tried too. If nothing fits, one line gives the smallest budget
+that would do, and the exit code is 1.
 
   patchconv_native plan torchvision:resnet50 --size 1024 --batch 8 --budget 6GiB --optimizer adamw --json plan.json
   patchconv_native plan timm:convnext_tiny --size 2048 --device cuda --frontier --plot frontier.png
@@ -30,18 +30,22 @@ from .progress import Progress, wrote
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
-    parser.add_argument("--budget", type=options.budget, metavar="BYTES", help="what the step may need: 6GiB, 500MB")
-    parser.add_argument("--frontier", action="store_true", help="all plans worth having, the fastest first")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--max-batch", action="store_true", help="instead of a plan: the largest batch that fits")
-    either.add_argument(
-        "--max-size", action="store_true", help="instead of a plan: the largest size that fits, in multiples of 32"
+    parser.add_argument(
+        "--budget", type=options.budget, metavar="BYTES", help="memory that the step may need: 6GiB, 500MB"
     )
-    parser.add_argument("--planned", action="store_true", help="these two with the best plan, not the model as it is")
-    options.add_step(parser, "autocast to this dtype, where nothing exact fits")
+    parser.add_argument("--frontier", action="store_true", help="the best plans for all budgets, the fastest first")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--max-batch", action="store_true", help="find the largest batch that fits instead of a plan")
+    either.add_argument(
+        "--max-size", action="store_true", help="find the largest size that fits instead of a plan, in multiples of 32"
+    )
+    parser.add_argument(
+        "--planned", action="store_true", help="with --max-batch or --max-size: apply the best plan first"
+    )
+    options.add_step(parser, "allow autocast to this dtype if nothing exact fits")
     parser.add_argument("--offload", action="store_true", help="allow saved tensors in the host's memory (cuda)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the answer; a plan's for pc.Plan.load")
-    parser.add_argument("--plot", type=options.picture, metavar="FILE", help="the frontier: .png, .svg, .pdf")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; pc.Plan.load reads a plan")
+    parser.add_argument("--plot", type=options.picture, metavar="FILE", help="draw the frontier: .png, .svg, .pdf")
     options.add_quiet(parser)
 
 
@@ -88,7 +92,7 @@ def _answer(model: nn.Module, arguments: argparse.Namespace, device: torch.devic
     except (Failed, Mistake):
         raise
     except Exception as error:
-        raise Failed(f"a step with an input of {options.said(shape)} failed: {line(error)}") from error
+        raise Failed(f"a step with an input of {options.dimensions(shape)} failed: {line(error)}") from error
 
 
 def _largest(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, step: dict[str, Any]) -> int:
@@ -103,7 +107,7 @@ def _largest(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, s
                 raise Failed(f"not even {smallest} fits into {format_bytes(arguments.budget)}") from error
             raise
     how = "with the best plan for it" if arguments.planned else "with the model as it is"
-    value = found if arguments.max_batch else options.said(found)
+    value = found if arguments.max_batch else options.dimensions(found)
     budget = format_bytes(arguments.budget)
     print(f"{arguments.model} ({step['device']}): the largest {what} is {value}, {how} in {budget}")
     shape = (found, *x.shape[1:]) if arguments.max_batch else (*x.shape[:2], *found)
@@ -124,7 +128,7 @@ def _plan(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, step
         plan = None if arguments.budget is None else pc.plan(model, x, budget=arguments.budget, progress=tried, **step)
         if frontier:
             found = pc.plan(model, x, frontier=True, progress=tried, **step)
-    print(f"{arguments.model}, input {options.said(tuple(x.shape))}")
+    print(f"{arguments.model}, input {options.dimensions(tuple(x.shape))}")
     if plan is not None:
         print(plan)
     if found is not None:

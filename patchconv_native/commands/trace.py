@@ -1,8 +1,8 @@
-"""Tells where the memory of a step goes: module by module, and what is alive at the peak.
+"""Shows where the memory of a step goes: module by module, and what is in use at the peak.
 
 The model is built with random weights and runs one step on random numbers: forward, backward of the sum of its
-outputs and, with --optimizer, its step. With --fake nothing is computed and no memory is taken, at any size, also for a
-GPU that is not here.
+outputs and, with --optimizer, the optimizer's step. With --fake nothing is computed and no memory is taken, at any
+size, also for a GPU that is not here.
 
   patchconv_native trace torchvision:resnet50 --size 512 --batch 4 --optimizer adamw
   patchconv_native trace timm:convnext_tiny --size 2048 --fake --device cuda --functional --html step.html
@@ -32,18 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_step(parser, "autocast to this dtype")
     parser.add_argument("--fake", action="store_true", help="predict: compute nothing and take no memory")
-    group = parser.add_argument_group("what is done to the model")
+    group = parser.add_argument_group("changes to the model")
     either = group.add_mutually_exclusive_group()
     either.add_argument("--convert", action="store_true", help="pc.convert(model)")
     either.add_argument("--functional", action="store_true", help="pc.convert(model, functional=True)")
     group.add_argument(
         "--checkpoint", nargs="+", action="extend", default=[], metavar="NAME",
-        help="modules that run again in backward, by their names in named_modules()",
+        help="modules to recompute in backward, by their names in named_modules()",
     )  # fmt: skip
     group = parser.add_argument_group("the report")
-    group.add_argument("--depth", type=options.whole(0), metavar="N", help="of the module tree (as fits a page)")
-    group.add_argument("--plain", action="store_true", help="plain text, also where rich is installed")
-    for name, what in (("html", "a page for a browser"), ("json", "all of it"), ("csv", "the memory log")):
+    group.add_argument(
+        "--depth", type=options.whole(0), metavar="N", help="depth of the module tree (default: as fits a page)"
+    )
+    group.add_argument("--plain", action="store_true", help="plain text, even if rich is installed")
+    for name, what in (("html", "a page for a browser"), ("json", "the whole trace"), ("csv", "the memory log")):
         group.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
     group.add_argument("--plot", type=options.picture, metavar="FILE", help="memory over the step: .png, .svg, .pdf")
 
@@ -79,8 +81,8 @@ def _traced(model: nn.Module, arguments: argparse.Namespace, device: torch.devic
     except Exception as error:
         if out_of_memory(error) and (report := getattr(error, "memory_report", None)) is not None:
             _give(report, arguments)
-            raise Failed(f"out of memory with an input of {options.said(shape)}: {line(error)}") from error
-        raise Failed(f"a step with an input of {options.said(shape)} failed: {line(error)}") from error
+            raise Failed(f"out of memory with an input of {options.dimensions(shape)}: {line(error)}") from error
+        raise Failed(f"a step with an input of {options.dimensions(shape)} failed: {line(error)}") from error
 
 
 def _changed(model: nn.Module, arguments: argparse.Namespace) -> None:
@@ -99,7 +101,7 @@ def _changed(model: nn.Module, arguments: argparse.Namespace) -> None:
 
 def _give(report: MemoryReport, arguments: argparse.Namespace) -> None:
     """Prints the report and writes its files."""
-    print(f"{arguments.model}, input {options.said(options.shape(arguments))}")
+    print(f"{arguments.model}, input {options.dimensions(options.shape(arguments))}")
     if arguments.plain or not has_rich():
         print(report.text(arguments.depth))
     else:

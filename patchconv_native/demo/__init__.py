@@ -1,8 +1,8 @@
 """Filters a very large photograph with stock PyTorch and with this library, side by side.
 
-A photograph is brought to 48 megapixels and goes through two stages, each computed by either library in a
-process of its own: a bank of 16 oriented Gabor filters of 31 x 31 taps, and the stem of torchvision's
-resnet18 (first convolution, folded batch norm, ReLU; weights drawn from a seed, since nothing is downloaded).
+A photograph is brought to 48 megapixels and goes through two stages: a bank of 16 oriented Gabor filters of
+31 x 31 taps, and the stem of torchvision's resnet18 (first convolution, folded batch norm, ReLU; its weights are
+random, drawn from a seed, since nothing is downloaded). Each library computes each stage in a process of its own.
 Printed: peak memory above input, weights and result; time; the largest difference. Written: demo.png and
 memory.png.
 """
@@ -10,25 +10,12 @@ memory.png.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import math
 import sys
 from pathlib import Path
 
-# Modules that the demo needs besides torch, and the packages that bring them.
-NEEDED = {
-    "numpy": "numpy",
-    "PIL": "pillow",
-    "matplotlib": "matplotlib",
-    "rich": "rich",
-    "torchvision": "torchvision",
-}
-EXTRA = "pip install 'patchconv_native[demo]'"
-
-
-class DemoError(Exception):
-    """Something the user can put right; its text is one line."""
+from .errors import DemoError
+from .packages import check_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,32 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=_gibibytes,
         metavar="GIB",
-        help="skip what would need more than this (otherwise: more than is free)",
+        help="do not run what would need more than this (otherwise: more than is free)",
     )
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the stem's random weights (0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        _check_packages(bundled_photo=arguments.image is None)
+        check_installed(bundled_photo=arguments.image is None)
         from .show import show
 
         return show(arguments)
     except DemoError as error:
         print(f"patchconv_native demo: {error}", file=sys.stderr)
         return 2
-
-
-def _check_packages(bundled_photo: bool) -> None:
-    needed = NEEDED | ({"skimage": "scikit-image"} if bundled_photo else {})
-    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise DemoError(f"needs {', '.join(missing)}, not installed here; install with: {EXTRA}")
-    try:  # torchvision is compiled for one build of torch, and beside another one it fails in ways of its own
-        importlib.import_module("torchvision")
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DemoError(f"the torchvision installed here does not work with this torch ({reason})") from error
 
 
 def _megapixels(text: str) -> float:

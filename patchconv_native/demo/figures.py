@@ -1,8 +1,8 @@
-"""demo.png, the picture of directions, and memory.png, memory over time.
+"""Draws demo.png, the picture of directions, and memory.png, memory over time.
 
-In the picture of directions hue is the dominant direction of a pixel's lines and brightness their strength.
-Hues are taken from a circle in the OKLCh colour space (Ottosson, 2020), where a step of the angle looks
-equally large all around and no direction shines out merely for being yellow.
+In the picture of directions the hue of a pixel is the dominant direction of its lines, the brightness their strength.
+The hues lie on a circle in the OKLCh colour space (Ottosson, 2020), where equal angles look equally different and all
+hues equally bright.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .worker import Outcome
 
 DARK, LIGHT, DIM = "#0c0e13", "#eceff4", "#9aa3b2"
 STOCK, OURS, FLOOR = "#d1495b", "#00798c", "#6b7280"
-ZOOM = 0.2  # the window's share of the picture's width
+ZOOM = 0.2  # width of the close-up as a share of the picture's
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,22 @@ def colours(direction: np.ndarray, brightness: np.ndarray) -> np.ndarray:
 
 
 def render(view: Orientation, strong: float) -> np.ndarray:
-    """An orientation as a picture: lines of strength `strong` are bright, none so bright as to be flat."""
+    """An orientation as a picture. Lines of strength `strong` are bright; stronger ones saturate slowly."""
     brightness = 1 - np.exp(-2 * view.strength() / max(strong, 1e-12))
     return colours(view.direction(), brightness)
 
 
 def _shape(photo: Photo) -> float:
-    """Height over width of the small pictures: the photograph's own, unless that is extreme."""
+    """Height over width of the small pictures: that of the photograph, within limits."""
     return min(max(photo.size[0] / photo.size[1], 0.5), 1.2)
 
 
 def choose_window(photo: Photo, whole: Orientation, step: int) -> tuple[int, int, int, int]:
-    """The part to look at closely, as (top, left, height, width) in the picture.
+    """The window for the close-up, as (top, left, height, width) in the picture.
 
-    Around the photograph's focus if it has one, else where lines are strong, hold their direction over some
-    way (so that it is no noise) and are of many directions: the lengths of the orientations sum to much
-    there, the orientations themselves to little.
+    It lies around the photograph's focus if it has one. Otherwise it lies where lines are strong, keep their direction
+    over some distance (unlike noise) and have many directions: where the lengths of the averaged orientations have a
+    large sum, and the orientations themselves a small one.
     """
     cell = 4 * step
     width = max(1, round(photo.size[1] * ZOOM / cell))
@@ -113,6 +113,8 @@ def draw_demo(file: Path, photo: Photo, views: Views, results: list[StageResult]
         axes = figure.add_axes((x / across, 1 - (y + h) / total, w / across, h / total))
         axes.set_axis_off()
         if picture is not None:
+            if picture.dtype != np.uint8:  # bytes are drawn much faster
+                picture = (picture * 255 + 0.5).astype(np.uint8)
             axes.imshow(picture, interpolation="antialiased")
         return axes
 
@@ -125,9 +127,9 @@ def draw_demo(file: Path, photo: Photo, views: Views, results: list[StageResult]
     _outline(hero, left / views.step, top / views.step, width / views.step, height / views.step)
 
     y = head + main + gap
-    shown = max(1, photo.size[1] // 1000)
+    smaller = max(1, photo.size[1] // 1000)
     tiles = {
-        "the photograph": _thumbnail(photo, shown),
+        "the photograph": _thumbnail(photo, smaller),
         "the marked window": photo.crop(*views.place),
         "its directions": render(views.window, strong),
         "the filters, and the colour of every direction": None,
@@ -137,10 +139,10 @@ def draw_demo(file: Path, photo: Photo, views: Views, results: list[StageResult]
         axes = panel(x, y, tile, row, picture)
         text(name, x + tile / 2, y + row + foot / 2, color=DIM, fontsize=10.5, ha="center")
         if index == 0:
-            _outline(axes, left / shown, top / shown, width / shown, height / shown)
+            _outline(axes, left / smaller, top / smaller, width / smaller, height / smaller)
         if picture is None:
             _draw_bank(axes)
-    figure.savefig(file, facecolor=DARK)
+    figure.savefig(file, facecolor=DARK, pil_kwargs={"compress_level": 3})
 
 
 def _title(photo: Photo) -> str:

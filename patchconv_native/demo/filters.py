@@ -1,6 +1,6 @@
-"""A bank of oriented Gabor filters, and the picture of directions that its responses give.
+"""A bank of oriented Gabor filters, and the direction of every pixel from its responses.
 
-A Gabor filter is a wave under a Gaussian: it answers to lines of one direction and width. Two of them a
+A Gabor filter is a wave under a Gaussian: it responds to lines of one direction and width. Two of them a
 quarter of a wave apart (a quadrature pair) give an energy that does not depend on where on the wave a line
 lies. Over the directions theta of the bank, sum(energy * exp(2i theta)) is the orientation of a pixel: its
 angle is twice the dominant direction (twice, so that a line turned by 180 degrees is the same line), its
@@ -34,7 +34,7 @@ def directions() -> torch.Tensor:
 def gabor_bank() -> torch.Tensor:
     """The filters, float32 (2 * DIRECTIONS, 1, TAPS, TAPS): all cosine phases, then all sine phases.
 
-    Every filter has mean zero, so that flat areas give nothing whatever their brightness, and unit energy.
+    Every filter has mean zero, so that flat areas give 0 at any brightness, and unit energy.
     """
     ticks = torch.arange(TAPS, dtype=torch.float64) - (TAPS - 1) / 2
     down, right = torch.meshgrid(ticks, ticks, indexing="ij")
@@ -52,7 +52,7 @@ def gabor_bank() -> torch.Tensor:
 
 
 def dilation_for(scale: float) -> int:
-    """How far apart the taps stand on a picture stretched by `scale`: there is no detail between them."""
+    """The dilation for a picture enlarged by `scale`, which has no detail between taps that far apart."""
     return min(5, max(1, round(scale / 4)))
 
 
@@ -83,7 +83,8 @@ def orientation(responses: torch.Tensor, step: int = 1) -> Orientation:
     height = responses.shape[1] // step * step
     parts = []
     for strip in responses[:, :height].split(max(1, 64 // step) * step, dim=1):
-        energy = strip[:DIRECTIONS].square() + strip[DIRECTIONS:].square()
-        parts.append(torch.nn.functional.avg_pool2d(torch.tensordot(waves, energy, dims=1), step))
+        energy = strip[:DIRECTIONS].square().addcmul_(strip[DIRECTIONS:], strip[DIRECTIONS:])
+        vectors = torch.mm(waves, energy.flatten(1)).view(2, *strip.shape[1:])
+        parts.append(torch.nn.functional.avg_pool2d(vectors, step))
     real, imag = torch.cat(parts, dim=1).numpy()
     return Orientation(real, imag)

@@ -1,9 +1,9 @@
-"""Memory over time and peak memory of one piece of work, on the host or on a GPU.
+"""Measures memory over time, peak memory and time of a function, on the CPU or on a GPU.
 
-On the host the unit is the process's resident memory: what it really occupies, whatever was allocated. A
-thread samples it while the work runs (an operator of torch releases the interpreter's lock), and the kernel's
-own high-water mark, set back before the work, gives the peak between samples. On a GPU torch's allocator
-counts what is allocated, and its peak is exact. Either is measured in a process that does nothing else.
+On the CPU it measures the resident memory of the process: what it really occupies, whatever was allocated. A thread
+samples it while the function runs (torch's operators release the interpreter's lock). The kernel's high-water mark,
+reset before the function, gives the peak between samples. On a GPU torch's allocator counts what is allocated, and its
+peak is exact. The process must do nothing else at the time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Protocol
 
 import torch
 
-from . import DemoError
+from .._bytes import KIB
+from .errors import DemoError
 
 INTERVAL = 0.005  # seconds between samples
-REPORT_EVERY = 0.1  # seconds between reports to whoever watches
+REPORT_EVERY = 0.1  # seconds between calls of `watch`
 
 
 class Meter(Protocol):
-    """What tells how much memory is in use, in bytes."""
+    """Tells how much memory is in use, in bytes."""
 
     def now(self) -> int: ...
     def trim(self) -> None: ...
@@ -52,7 +53,7 @@ class HostMeter:
         return int(os.pread(self._statm, 256, 0).split()[1]) * self._page
 
     def trim(self) -> None:
-        """Gives back free pages that the heap has kept: they would hide as much of what the work takes."""
+        """Returns the free pages of the heap to the system. Reused, they would hide memory that the work takes."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -61,23 +62,20 @@ class HostMeter:
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        raise DemoError("/proc/self/status has no VmHWM, the peak of resident memory")
+        return _bytes_in("/proc/self/status", "VmHWM")
 
     def synchronize(self) -> None:
-        """Host operators are done when they return."""
+        """Operators on the CPU are done when they return."""
 
 
 class CudaMeter:
-    """Memory that torch's allocator has given out on the current GPU."""
+    """Memory allocated by torch on the current GPU."""
 
     def now(self) -> int:
         return torch.cuda.memory_allocated()
 
     def trim(self) -> None:
-        """What the allocator keeps free does not count as allocated."""
+        """Free memory that the allocator keeps does not count as allocated."""
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
@@ -95,7 +93,7 @@ def meter_for(device: str) -> Meter:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run. Bytes are above what the process occupied before, its input and weights among it."""
+    """One run. Bytes are above what the process occupied before the run, which includes input and weights."""
 
     seconds: float
     peak: int  # the high-water mark
@@ -104,7 +102,7 @@ class Measurement:
 
     @property
     def workspace(self) -> int:
-        """The peak above input, weights and result; a small result may go into memory occupied before."""
+        """The peak above input, weights and result. 0 if the result went into memory that was occupied before."""
         return max(0, self.peak - self.result)
 
     @property
@@ -118,10 +116,10 @@ def measure(
     repeats: int = 1,
     watch: Callable[[int], None] | None = None,
 ) -> tuple[torch.Tensor, Measurement]:
-    """Runs `work` and returns its result with what it took.
+    """Runs `work` and returns its result and what it took.
 
-    The curve and the peak are the first run's; the time is the median of all runs. `watch` is called now and
-    then, from the sampling thread, with the bytes in use.
+    The curve and the peak are those of the first run; the time is the median of all runs. The sampling thread calls
+    `watch` now and then with the bytes in use.
     """
     meter.synchronize()
     meter.trim()
@@ -146,7 +144,7 @@ def measure(
 
 
 class _Sampler:
-    """Samples a meter from a thread of its own for as long as the `with` block lasts."""
+    """Samples a meter in a thread during the `with` block."""
 
     def __init__(self, meter: Meter, before: int, watch: Callable[[int], None] | None) -> None:
         self.curve: list[tuple[float, int]] = [(0.0, 0)]
@@ -173,19 +171,19 @@ class _Sampler:
 
 
 def available_memory(device: str) -> int:
-    """Bytes that can be had: free on the GPU, or on the host what the system and a control group leave."""
+    """Bytes that are free: on the GPU, or on the host within the limits of the system and of a container."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     root = Path("/sys/fs/cgroup")
     return min(
-        _meminfo_available(),
+        _bytes_in("/proc/meminfo", "MemAvailable"),
         _left_in_group(root, "memory.max", "memory.current"),
         _left_in_group(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     )
 
 
 def _left_in_group(group: Path, limit: str, used: str) -> int:
-    """What a container's limit leaves. Cached files count as used there, but give way when need be."""
+    """Bytes that the limit of a control group leaves. Its cached files count as free, as they are dropped on demand."""
     try:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cached = int(stat["inactive_file"]) + int(stat["active_file"])
@@ -194,15 +192,9 @@ def _left_in_group(group: Path, limit: str, used: str) -> int:
         return sys.maxsize
 
 
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise DemoError("/proc/meminfo does not say how much memory is available")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of torch or Python means that memory could not be had."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+def _bytes_in(file: str, field: str) -> int:
+    """A size from a file of /proc, which has it in kB."""
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * KIB
+    raise DemoError(f"{file} has no {field}, which the demo measures memory by")

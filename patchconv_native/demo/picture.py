@@ -1,8 +1,8 @@
-"""The photograph: found, opened, and brought to size.
+"""Opens the photograph and brings it to size.
 
-Reads 8- and 16-bit pictures of any mode that Pillow reads, as three bytes a pixel (H, W, 3). A picture larger
-than asked is made smaller here; a smaller one is enlarged where it is used, in float and on the device, so
-that no rounding to bytes comes between (a filter tuned to faint lines would find the steps).
+Reads 8- and 16-bit pictures of any mode that Pillow reads, as three bytes a pixel (H, W, 3). One that is too large
+is made smaller here. One that is too small is enlarged where it is used, in float and on the device, without rounding
+to bytes: the filters would find the steps between the bytes.
 """
 
 from __future__ import annotations
@@ -17,34 +17,38 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from . import DemoError
+from .errors import DemoError
 
 BUNDLED = ("skimage", "data/chelsea.png")  # photographed by Stefan van der Walt, public domain (CC0)
 FOCUS = (0.38, 0.37)  # the cat's left eye, as a share of the height and the width
 SMALLEST_SIDE = 16
-NARROWEST = 400  # the long side over the short one: what is narrower leaves nothing to draw
+NARROWEST = 400  # the most that the long side may be of the short one
 LARGEST_PIXELS = 2**30  # 3 GiB of bytes once decoded
 
 
 @dataclass(frozen=True)
 class Photo:
-    """A photograph and the size (height, width) it is to be worked on at."""
+    """A photograph, and the size (height, width) at which it is filtered."""
 
     name: str
     pixels: np.ndarray  # uint8 (h, w, 3), no larger than `size`
     size: tuple[int, int]
     opened_size: tuple[int, int]  # as it was in the file
-    focus: tuple[float, float] | None = None  # where to look closely, if that is known
+    focus: tuple[float, float] | None = None  # the middle of the close-up, if known, as shares of height and width
 
     @property
     def scale(self) -> float:
-        """How far the picture's own detail is stretched: 1 for a picture that is large enough by itself."""
+        """How far the picture is enlarged: 1 for a picture that is large enough."""
         return self.size[1] / self.pixels.shape[1]
 
-    def tensor(self, device: str) -> torch.Tensor:
-        """The picture at its size: float32 (1, 3, H, W), 0 to 1 (bicubic can overshoot a little)."""
+    def normalized(self, mean: tuple[float, ...], deviation: tuple[float, ...], device: str) -> torch.Tensor:
+        """The picture at its size, less `mean` and over `deviation` (of values 0 to 1): float32 (1, 3, H, W).
+
+        Normalized before it is enlarged, which is linear, so that this costs little.
+        """
         small = torch.from_numpy(self.pixels).to(device).permute(2, 0, 1)[None].float().div_(255)
-        return self._enlarged(small)
+        offsets, scales = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, deviation))
+        return self._enlarged(small.sub_(offsets).div_(scales))
 
     def luminance(self, device: str) -> torch.Tensor:
         """Its brightness at its size: float32 (1, 1, H, W), weighted as in ITU-R BT.601."""
@@ -53,7 +57,7 @@ class Photo:
         return self._enlarged(small[None, None])
 
     def crop(self, top: int, left: int, height: int, width: int) -> np.ndarray:
-        """A window of the picture at its size, for looking at: uint8 (height, width, 3)."""
+        """A window of the picture at its size, to be drawn: uint8 (height, width, 3)."""
         down, across = self.pixels.shape[0] / self.size[0], self.pixels.shape[1] / self.size[1]
         box = (left * across, top * down, (left + width) * across, (top + height) * down)
         window = Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC, box=box)
@@ -66,9 +70,9 @@ class Photo:
 
 
 def load(file: Path | None, megapixels: float) -> Photo:
-    """Opens `file`, or the bundled photograph, to be worked on at `megapixels` (rounded up).
+    """Opens `file`, or the bundled photograph, to be filtered at `megapixels` (rounded up).
 
-    Raises DemoError for whatever is not a picture of a workable size.
+    Raises DemoError for a file that is no picture, and for a picture that is too small or too narrow.
     """
     picture = _open(_bundled() if file is None else file)
     opened = (picture.height, picture.width)
@@ -89,15 +93,14 @@ def load(file: Path | None, megapixels: float) -> Photo:
 
 
 def workable(size: tuple[int, int]) -> bool:
-    """Whether a picture of this size, which is that of the work, can be filtered and drawn."""
+    """Whether a picture of this size can be filtered and drawn."""
     return min(size) >= max(SMALLEST_SIDE, max(size) / NARROWEST)
 
 
 def _open(file: Path) -> Image.Image:
     try:
         with warnings.catch_warnings():
-            # Pillow takes pictures past 89 megapixels for attacks; here a person names the file and large is
-            # the point.
+            # Pillow treats pictures of more than 89 megapixels as attacks. Here the user chose the file.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_PIXELS // 2
             try:

@@ -1,4 +1,4 @@
-"""What the demo says in words: the introduction, the table, the verdict."""
+"""The text of the demo: the introduction, the table, the summary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .picture import Photo
 from .stages import Shapes, Stage
 from .worker import Difference, Outcome
 
-NOISE = MIB  # bytes: resident memory is not measured more finely than this
+NOISE = MIB  # bytes: differences of resident memory below this mean nothing
 
 
 @dataclass(frozen=True)
 class NoResult:
-    """That stock gave nothing: "not run" or "out of memory", and why."""
+    """Stock has no result: "not run" or "out of memory", and why."""
 
     what: str
     why: str
@@ -28,7 +28,7 @@ class NoResult:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage gave: how stock did, or why it did not run, and how this library did."""
+    """The results of one stage: stock's, or why it has none, and this library's."""
 
     stage: Stage
     shapes: Shapes
@@ -46,7 +46,7 @@ def megapixels(photo: Photo) -> str:
 
 
 def introduce(console: Console, photo: Photo, device: str, seed: int) -> None:
-    """Says what is about to be done, on what, and where."""
+    """Prints the picture, its size and the device."""
     height, width = photo.opened_size
     way = "as it is"
     if photo.scale > 1.001:
@@ -62,7 +62,7 @@ def introduce(console: Console, photo: Photo, device: str, seed: int) -> None:
 
 
 def table(results: list[StageResult]) -> Table:
-    """Two lines a stage: what stock took, or why it was not run, and what this library took."""
+    """Two rows for each stage: what stock took, or why it was not run, and what this library took."""
     body = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     body.add_column("stage", no_wrap=True)
     body.add_column("computed by", no_wrap=True)
@@ -90,7 +90,7 @@ def table(results: list[StageResult]) -> Table:
 
 
 def verdict(results: list[StageResult]) -> list[str]:
-    """A sentence a stage; none where both peaks are lost in the noise."""
+    """A sentence for each stage whose peaks are large enough to compare."""
     lines = []
     for result in results:
         if isinstance(result.stock, NoResult):

@@ -1,8 +1,8 @@
-"""The demo from beginning to end: both stages with both libraries, the table, the pictures.
+"""Runs the demo: both stages with both libraries, the table, the pictures.
 
-A stage's two workers start together and compute one after the other, each with the machine to itself. Stock
-is not even started on what would not fit: the table then says so, and patchconv_native's result is compared
-with stock's at bands of rows that stock computes alone.
+The two workers of a stage start together and compute one after the other, each with the machine to itself. Where
+stock's result would not fit into memory, stock is not run: the table says so, and patchconv_native's result is compared
+with bands of rows that stock computes one at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -28,17 +29,20 @@ from rich.progress import (
 import patchconv_native as pc
 
 from .._bytes import GIB, MIB, format_bytes
-from . import DemoError, figures, picture, report
-from .figures import Views
+from . import packages, picture, report
+from .errors import DemoError
 from .filters import Orientation
 from .picture import Photo
 from .report import NoResult, StageResult
 from .stages import GaborBank, Shapes, Stage, stages, stock_need
-from .worker import Difference, Outcome, OutOfMemory, Worker
+from .worker import Difference, Outcome, OutOfMemory, Worker, start_server
+
+if TYPE_CHECKING:
+    from .figures import Views
 
 STEPS_OF_A_STAGE = 3
-SLACK = 256 * MIB  # besides tensors: libraries, code, the comparison's strips
-SHOWN_WIDTH = 2000  # about the width in pixels of the picture that is shown whole
+SLACK = 256 * MIB  # for what is no tensor of the stage: libraries, code, strips in the comparison
+WHOLE_WIDTH = 2000  # pixels, about: of the whole picture in demo.png
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -46,6 +50,10 @@ def show(arguments: argparse.Namespace) -> int:
     device = _device(arguments.device)
     photo = picture.load(arguments.image, arguments.megapixels)
     out = _folder(arguments.out)
+    start_server(device)
+    packages.check_torchvision()  # while the server imports it too
+    from . import figures  # imports matplotlib
+
     cap = sys.maxsize if arguments.memory is None else int(arguments.memory * GIB)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     report.introduce(console, photo, device, arguments.seed)
@@ -91,14 +99,14 @@ def _device(asked: str | None) -> str:
 def _folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # better now than after minutes of work
+        tempfile.TemporaryFile(dir=folder).close()  # fails now, not after minutes of work
     except OSError as error:
         raise DemoError(f"cannot write to --out {folder}: {error.strerror}") from None
     return folder
 
 
 class _Bar:
-    """The progress bar: what is being done, how much is done, and how much memory the worker occupies."""
+    """The progress bar: the present step, the number of steps done, and the memory that the worker occupies."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._begun = progress, False
@@ -132,7 +140,7 @@ def _run(stage: Stage, photo: Photo, device: str, cap: int, bar: _Bar) -> tuple[
 
         bar.next(f"{stage.name}: patchconv_native")
         need = shapes.floor + pc.workspace_limit() + SLACK
-        both = isinstance(stock, Outcome)  # then its result is kept to compare, if there is room for two
+        both = isinstance(stock, Outcome)  # its result is kept for the comparison if two fit into memory
         if both and min(ours.ask("available"), cap - shapes.result) < need:
             theirs.ask("forget")
             both = False
@@ -169,13 +177,15 @@ def _needs(need: int, available: int) -> str:
     return f"needs about {format_bytes(need)} at this size and {format_bytes(available)} is available"
 
 
-def shown_step(photo: Photo) -> int:
-    """The picture that is shown whole is drawn at 1/step of the photograph's size."""
-    return max(1, round(photo.size[1] / SHOWN_WIDTH))
+def whole_step(photo: Photo) -> int:
+    """The whole picture is drawn at 1/step of the photograph's size."""
+    return max(1, round(photo.size[1] / WHOLE_WIDTH))
 
 
 def _views(worker: Worker, photo: Photo) -> Views:
-    step = shown_step(photo)
+    from . import figures
+
+    step = whole_step(photo)
     whole: Orientation = worker.ask("small_orientation", step)
     place = figures.choose_window(photo, whole, step)
-    return Views(whole, step, worker.ask("orientation", *place), place)
+    return figures.Views(whole, step, worker.ask("orientation", *place), place)

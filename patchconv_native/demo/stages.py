@@ -1,9 +1,8 @@
-"""The demo's two stages: what goes in, which module works on it, and what it is compared with.
+"""The demo's two stages: the input, the module, and what the result is compared with.
 
-Both are ordinary modules on ordinary NCHW tensors; patchconv_native's side is the same module after
-`convert`, with automatic splits. Neither keeps anything but its result: the batch norm is folded into the
-convolution and the ReLU works in place, as one does for inference, so that what is left above the result is
-the convolution's doing.
+Both are ordinary modules on NCHW tensors. patchconv_native computes the same module after `convert`, with automatic
+splits. Neither stage keeps anything but its result: as for inference, the batch norm is folded into the convolution and
+the ReLU works in place. So all memory above the result is the convolution's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from . import filters
 from .picture import Photo
 
-BANDS, BAND_ROWS = 8, 16  # what is compared where stock's whole result cannot be had
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision's networks expect
+BANDS, BAND_ROWS = 8, 16  # compared where stock's whole result does not fit into memory
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Shapes:
 class GaborBank:
     """The luminance through the Gabor bank.
 
-    The taps are set apart as far as the picture was stretched. The picture brings the margin that the filters
-    need and the convolution pads nothing: some CPUs have a fast stock kernel for 31 taps only then.
+    The filters are dilated as far as the picture was enlarged. The input is padded beforehand and the convolution pads
+    nothing: only then do some CPUs have a fast stock kernel for 31 taps.
     """
 
     name = "Gabor bank"
@@ -90,14 +90,7 @@ class ResnetStem:
         return nn.Sequential(fuse_conv_bn_eval(network.conv1, network.bn1), network.relu)
 
     def input(self, device: str) -> torch.Tensor:
-        picture = self._photo.tensor(device)
-        mean, deviation = (
-            (0.485, 0.456, 0.406),
-            (0.229, 0.224, 0.225),
-        )  # of ImageNet, as torchvision's networks expect
-        for channel in range(3):
-            picture[:, channel].sub_(mean[channel]).div_(deviation[channel])
-        return picture
+        return self._photo.normalized(MEAN, DEVIATION, device)
 
     def shapes(self) -> Shapes:
         height, width = self._photo.size
@@ -112,14 +105,14 @@ def stages(photo: Photo, seed: int) -> list[Stage]:
 
 
 def stock_need(shapes: Shapes) -> int:
-    """About what stock needs: on NCHW input its kernels work on reordered copies of input and result."""
+    """About the bytes that stock needs: on NCHW input its kernels work on reordered copies of input and result."""
     return 2 * (shapes.input + shapes.result) + shapes.weight
 
 
 def stock_bands(module: nn.Module, input: torch.Tensor, rows: int) -> list[tuple[int, torch.Tensor]]:
     """Stock's result at BANDS bands of rows inside the result, as (first row, values).
 
-    A band is computed from just the input rows it depends on, so this needs little memory whatever the size.
+    A band is computed from only the input rows that it depends on, so this needs little memory at any size.
     `module` is a stage's, with stock convolutions; `rows` the height of its whole result.
     """
     layers = list(module) if isinstance(module, nn.Sequential) else [module]

@@ -1,116 +1,131 @@
-"""The process that computes one stage with one library, and the handle by which the demo drives it.
+"""A process that computes one stage with one library, and the class by which the demo drives it.
 
-Commands go down a pipe and answers come back, so that a worker that runs out of memory, or that the system
-kills, is an answer too. A second pipe joins the two workers of a stage: over it stock's result goes to the
-other's in strips, to be compared without either being held twice.
+Commands and answers go through a pipe. A worker that runs out of memory, or that the system kills, ends only itself,
+and the demo learns of it. A second pipe connects the two workers of a stage: stock's result is sent through it in
+strips and compared, so that no process holds two results.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
+import multiprocessing.forkserver
 import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._bytes import MIB
+from ..commands.errors import out_of_memory
 from .filters import Orientation, orientation
-from .measure import Measurement, available_memory, is_out_of_memory, measure, meter_for
+from .measure import Measurement, available_memory, measure, meter_for
 from .stages import Stage, stock_bands
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STRIP_BYTES = 32 * MIB  # of a result, sent or compared at once
+STRIP_BYTES = 32 * MIB  # of a result, sent and compared at once
 REPEATS = {"cpu": 1, "cuda": 5}
 
 
 class OutOfMemory(Exception):
-    """The worker could not get the memory it needed, or was killed for it."""
+    """The worker ran out of memory, or the system killed it to free some."""
 
 
 class WorkerError(Exception):
-    """The worker failed in another way; the text is its traceback."""
+    """The worker failed for another reason. The text is its traceback."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gives besides its result, which stays with the worker."""
+    """What a run returns. The worker keeps the result itself."""
 
     measured: Measurement
     path: str  # how the convolution was computed
-    largest: float  # the largest value of the result, to judge differences by
+    largest: float  # the largest absolute value of the result, for comparison with a difference
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two results are apart."""
+    """How much two results differ."""
 
     largest: float
-    where: str  # empty if everything was compared
+    where: str  # which part was compared; empty: all
 
 
 class _Job:
-    """A stage in the hands of one library; every public method is a command."""
+    """A stage computed by one library. Every public method is a command."""
 
     def __init__(self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]):
         self._stage, self._converted, self._device = stage, converted, device
         self._peer, self._watch = peer, watch
-        self._module = stage.module().to(device)  # now, while nothing is measured: it imports torchvision
+        self._module = stage.module().to(device)  # here, because it imports torchvision, which must not be measured
         self._result = torch.empty(0)
 
     def available(self) -> int:
-        """Bytes this worker can have where it computes."""
+        """Bytes that are free on the device."""
         return available_memory(self._device)
 
     def compute(self) -> Outcome:
-        """Runs the stage once under measurement and keeps the result."""
+        """Runs the stage, measures it and keeps the result."""
         import patchconv_native as pc
 
         module = self._module
         if self._converted:
             module = pc.convert(copy.deepcopy(module))
         with torch.no_grad():
-            # A first call on little loads the kernels' libraries, which are not the convolution's memory.
+            # A small first call loads the libraries of the kernels, whose memory is not the convolution's.
             module(torch.zeros(1, self._stage.channels, 256, 256, device=self._device))
             input = self._stage.input(self._device)
             repeats = REPEATS[self._device]
             result, measured = measure(partial(module, input), meter_for(self._device), repeats, self._watch)
         path = _path(pc.last_path()) if self._converted else "stock"
-        self._result = result.cpu()  # workers of a stage never hold two results on a GPU
+        self._result = result.cpu()  # so that the two workers of a stage do not fill the GPU
         del result, input
         if self._device == "cuda":
             torch.cuda.empty_cache()
         return Outcome(measured, path, _largest(self._result))
 
     def send(self) -> None:
-        """Sends the result to the other worker in strips."""
-        for strip in _strips(self._result):
-            self._peer.send_bytes(strip.contiguous().numpy().reshape(-1).view("uint8").data)
+        """Sends the result to the other worker, which runs `compare`."""
+        with open(self._peer.fileno(), "wb", buffering=0, closefd=False) as pipe:
+            for strip in _strips(self._result):
+                left = strip.numpy().view("uint8").data
+                while left:
+                    left = left[pipe.write(left) :]
 
     def compare(self) -> Difference:
         """Compares the result with the one that the other worker sends."""
         largest = 0.0
-        for strip in _strips(self._result):
-            other = torch.frombuffer(bytearray(self._peer.recv_bytes()), dtype=strip.dtype).view(strip.shape)
-            largest = max(largest, _difference(strip, other))
+        buffer = torch.empty(STRIP_BYTES // self._result.itemsize, dtype=self._result.dtype)
+        with open(self._peer.fileno(), "rb", buffering=0, closefd=False) as pipe:
+            for strip in _strips(self._result):
+                other = buffer[: strip.numel()]
+                left = other.numpy().view("uint8").data
+                while left:
+                    received = pipe.readinto(left)
+                    if not received:
+                        raise EOFError("the other worker ended before it had sent all of its result")
+                    left = left[received:]
+                largest = max(largest, _largest(torch.sub(strip, other, out=other)))
         return Difference(largest, "")
 
     def compare_bands(self) -> Difference:
-        """Compares bands of the result with stock's, computed here from the rows they depend on."""
+        """Compares bands of the result with stock's, which are computed here from the rows that they depend on."""
         with torch.no_grad():
             input = self._stage.input(self._device)
             bands = stock_bands(self._module, input, self._result.shape[2])
         largest, rows = 0.0, 0
         for top, values in bands:
             part = self._result[:, :, top : top + values.shape[2]]
-            largest = max(largest, _difference(part, values.cpu()))
+            largest = max(largest, _largest(part - values.cpu()))
             rows += values.shape[2]
         return Difference(largest, f"in {rows} of {self._result.shape[2]} rows")
 
@@ -123,61 +138,75 @@ class _Job:
         return orientation(self._result[0, :, top : top + height, left : left + width])
 
     def forget(self) -> None:
-        """Lets the result go."""
+        """Frees the result."""
         self._result = torch.empty(0)
 
 
-def _strips(result: torch.Tensor) -> list[torch.Tensor]:
-    """Views of rows of a (1, C, H, W) result, about STRIP_BYTES each."""
-    rows = max(1, STRIP_BYTES // (result.nbytes // result.shape[2]))
-    return list(result.split(rows, dim=2))
+def _strips(result: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A result as flat pieces of STRIP_BYTES."""
+    return result.contiguous().view(-1).split(STRIP_BYTES // result.itemsize)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest absolute difference; NaN, which compares as nothing, counts as infinitely far."""
-    apart = (one - other).abs_()
-    return float(apart.nan_to_num_(nan=float("inf"), posinf=float("inf")).max())
-
-
-def _largest(result: torch.Tensor) -> float:
-    return max(float(strip.abs().max()) for strip in _strips(result))
+def _largest(values: torch.Tensor) -> float:
+    """The largest absolute value. Infinite if there is a NaN, which compares as nothing."""
+    low, high = map(float, torch.aminmax(values))
+    return math.inf if math.isnan(low) else max(-low, high)
 
 
 def _path(taken: dict[str, Any]) -> str:
     return f"in {taken['count']} tiles" if taken["path"] == "tiled" else "handed to stock: it fits"
 
 
+def _context(device: str) -> SpawnContext | ForkServerContext:
+    """How processes start on a device.
+
+    For the CPU they are forked from a server that has imported torch, torchvision and this package. It has computed
+    nothing, so it has no threads that a fork would lose. After a fork CUDA cannot be used: there, each imports anew.
+    """
+    if device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["patchconv_native.demo.preload"])
+    return context
+
+
+def start_server(device: str) -> None:
+    """Starts the server that the device's workers are forked from, if there is one, and does not wait for it."""
+    if _context(device).get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
+
+
 def _serve(commands: Connection, peer: Connection, stage: Stage, converted: bool, device: str) -> None:
-    """The worker's process: answers commands until the pipe closes. Answers are (kind, value)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the demo, which closes the pipe
-    torch.backends.cudnn.allow_tf32 = False  # float32 is meant, and differences are looked at
+    """Runs in the worker's process: answers commands with (kind, value) until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C ends the demo, which then closes the pipe
+    torch.backends.cudnn.allow_tf32 = False  # compute in float32, as differences are reported
     job = _Job(stage, converted, device, peer, lambda used: commands.send(("using", used)))
     while True:
         try:
-            name, words = commands.recv()
+            name, arguments = commands.recv()
         except EOFError:
             return
         try:
-            commands.send(("done", getattr(job, name)(*words)))
-        except Exception as error:  # every failure is for the asker to judge
-            if is_out_of_memory(error):
+            commands.send(("done", getattr(job, name)(*arguments)))
+        except Exception as error:  # the demo decides what a failure means
+            if out_of_memory(error):
                 commands.send(("out of memory", str(error).splitlines()[0]))
             else:
                 commands.send(("failed", traceback.format_exc()))
 
 
 class Worker:
-    """A process working on one stage with one library; a context manager that ends it."""
+    """Starts a process for one stage and one library. A context manager that ends it."""
 
     def __init__(
         self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]
     ) -> None:
-        context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+        context = _context(device)
         self._commands, theirs = context.Pipe()
         self._watch = watch
         self._process = context.Process(target=_serve, args=(theirs, peer, stage, converted, device), daemon=True)
         self._process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe closes when the process ends
 
     def __enter__(self) -> Self:
         return self
@@ -188,21 +217,22 @@ class Worker:
         self._process.kill()
         self._process.join()
 
-    def ask(self, command: str, *words: Any) -> Any:
-        """Gives a command and waits for its answer."""
-        self.start(command, *words)
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """Sends a command and waits for its answer."""
+        self.start(command, *arguments)
         return self.answer()
 
-    def start(self, command: str, *words: Any) -> None:
+    def start(self, command: str, *arguments: Any) -> None:
+        """Sends a command."""
         try:
-            self._commands.send((command, words))
+            self._commands.send((command, arguments))
         except BrokenPipeError:
             raise self._ended() from None
 
     def answer(self) -> Any:
         """Waits for the answer to a command given by `start`.
 
-        Raises OutOfMemory or WorkerError for a worker that failed or that is no more.
+        Raises OutOfMemory or WorkerError if the worker failed or has ended.
         """
         while True:
             try:

@@ -24,4 +24,4 @@ def allocated_peak(call: Callable[[], Any]) -> int:
         census.stop()
     events = census.events()
     changes = (size for kind, size in zip(events["kind"], events["bytes"], strict=True) if kind == MEMORY)
-    return max(accumulate(changes), default=0)
+    return max(accumulate(changes, initial=0))

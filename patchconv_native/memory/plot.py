@@ -60,8 +60,8 @@ def _legend(figure: Any, drawn: dict[str, Any], **style: Any) -> None:
         figure.legend(list(drawn.values()), names, loc="outside lower center", frameon=False, **style)
 
 
-def bytes_axis(axis: Any, most: float) -> None:
-    """Gives an axis of bytes, up to `most`, one unit and ticks at round numbers of it."""
+def bytes_axis(axis: Any, most: float, label: str = "") -> None:
+    """Gives an axis of bytes, up to `most`, ticks at round numbers of one unit. Its label ends with the unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     scale, name = byte_unit(most)
@@ -72,7 +72,7 @@ def bytes_axis(axis: Any, most: float) -> None:
 
     axis.set_major_locator(InUnit(6, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda count, _: f"{count / scale:g}"))
-    axis.set_label_text(name)
+    axis.set_label_text(f"{label}{name}")
 
 
 def _time_axis(axes: Any, operators: bool, last: float) -> None:

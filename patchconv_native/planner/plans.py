@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._bytes import MIB, format_bytes, parse_bytes
+from .._bytes import format_bytes, parse_bytes
+from ..memory.plot import bytes_axis, new_figure, save_figure
 from ..memory.trace import Loss, device_of
 from .margin import MARGIN, least_budget
 from .search import Candidate, Question, stages
@@ -115,20 +116,18 @@ class Frontier:
 
     def plot(self, path: str | Path) -> Path:
         """Writes a figure of the frontier and of everything that was tried. Needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure = new_figure(7, 4.5)
         axes = figure.add_subplot()
-        axes.plot([c.time for c in self.tried], [c.peak / MIB for c in self.tried], "o", color="#999999", label="tried")
-        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak / MIB for plan in self.plans]
+        axes.plot([c.time for c in self.tried], [c.peak for c in self.tried], "o", color="#999999", label="tried")
+        times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak for plan in self.plans]
         axes.step(times, peaks, where="post", color="#0072b2")
         axes.plot(times, peaks, "o", color="#0072b2", label="frontier")
         axes.set_xlabel("estimated time of a step (the model as it is: 1)")
-        axes.set_ylabel("predicted peak, MiB")
         axes.set_ylim(bottom=0)
+        bytes_axis(axes.yaxis, max(peaks), "predicted peak, ")
         axes.set_title(f"{self.plans[0].model}, {self.plans[0].device}: memory and time")
         axes.legend()
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         return Path(path)
 
 

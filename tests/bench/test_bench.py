@@ -81,7 +81,7 @@ def test_verdict_on_speed(results: Results, monkeypatch: pytest.MonkeyPatch) -> 
     data = results(conv_speed, "--passes", "fprop")
     met = {row["layout"]: row["met"] for row in data["rows"]}
     assert met == {"NCHW": {"ours": False}, "channels_last": {"ours": True, "ours, splits=16": False}}
-    assert data["text"].count("| pass |") == 1 and data["text"].count("| FAIL |") == 2
+    assert data["text"].count("| <= 1.05 | pass |") == 1 and data["text"].count("| FAIL |") == 2
 
 
 def test_overhead(results: Results) -> None:

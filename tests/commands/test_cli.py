@@ -276,12 +276,12 @@ class TestDemoMistakes:
     def test_torchvision_for_another_torch(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from patchconv_native import demo
+        from patchconv_native.demo import packages
 
         def fail(name: str) -> None:
             raise RuntimeError("operator torchvision::nms does not exist\nand more")
 
-        monkeypatch.setattr(demo.importlib, "import_module", fail)
+        monkeypatch.setattr(packages.importlib, "import_module", fail)
         said = fails_in_one_line(capsys, "demo")
         assert "does not work with this torch (operator torchvision::nms does not exist)" in said
 

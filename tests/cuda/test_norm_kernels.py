@@ -1,7 +1,7 @@
 """The norm kernels, run on the CPU by tests/host_cuda, against float64.
 
 Errors are held against those that one rounding of the result, or sums in float32, must make; that they are at most
-stock PyTorch's own is what bench.correct shows on a GPU.
+stock PyTorch's own is what test_native_norms.py shows on a GPU.
 """
 
 from __future__ import annotations

@@ -83,6 +83,28 @@ def test_every_order_on_ranks() -> None:
     assert run(2, all_orders, timeout=300) == [[], []]
 
 
+def without_kinds(rank: int, world: int) -> list[bool]:
+    import patchconv_native.distributed as pd
+
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    scripted, patched = network(), network()
+    scripted[2] = torch.jit.script(scripted[2])
+    stock = patched[2].forward
+    patched[2].forward = lambda x: stock(x)
+    found = []
+    for model in (scripted, patched):
+        pd.spatial(model, mesh, gather="2")
+        pairs = zip(outcome(model, pd.gather), outcome(network()), strict=True)
+        found.append(all(torch.allclose(one, other) for one, other in pairs))
+    return found
+
+
+@needs_gloo
+def test_gathered_modules_whose_class_cannot_change() -> None:
+    """Scripted ones, and those with a forward of the instance."""
+    assert run(2, without_kinds, timeout=300) == [[True, True]] * 2
+
+
 def test_a_plan_over_micro_batches() -> None:
     """A plan takes off what it has put on, and nothing else."""
     expected = outcome(network())

@@ -19,7 +19,7 @@ class _Saved:
 
 
 def saved_bytes(call: Callable[[], Tensor], apart_from: Iterable[Tensor] = ()) -> int:
-    """Bytes of the storages that autograd keeps for the result of the call, each once, without those of `apart_from`."""
+    """Bytes of the storages that autograd keeps for the result, each once, without those of `apart_from`."""
     saved: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
