@@ -54,10 +54,9 @@ def turned(one: float, other: float) -> float:
 
 
 @pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's workers are forks of a process that has imported torch, where a user's import it."""
-    context = processes.context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+def forked_workers() -> None:
+    """The demo's workers are forks of the tests' server; a server that the demo starts would be one more."""
+    processes.context()
 
 
 def small_photo(height: int = 128, width: int = 192, size: tuple[int, int] | None = None) -> picture.Photo:
