@@ -54,10 +54,9 @@ def turned(one: float, other: float) -> float:
 
 
 @pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's workers are forks of a process that has imported torch, where a user's import it."""
-    context = processes.context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+def forked_workers() -> None:
+    """The demo's workers are forks of the tests' server; a server that the demo starts would be one more."""
+    processes.context()
 
 
 def small_photo(height: int = 128, width: int = 192, size: tuple[int, int] | None = None) -> picture.Photo:
@@ -500,11 +499,11 @@ class TestWhole:
         rings = np.hypot(*np.mgrid[-150:150, -100:100])
         Image.fromarray((127 + 120 * np.sin(rings)).astype(np.uint8)).save(tmp_path / "rings.png")
         out = tmp_path / "new" / "folder"
-        lines = demo(capfd, out, "--image", str(tmp_path / "rings.png"), "--megapixels", "2", "--memory", "0.35")
+        lines = demo(capfd, out, "--image", str(tmp_path / "rings.png"), "--megapixels", "2", "--memory", "0.49")
         printed = "\n".join(lines)
         assert lines[0].startswith("rings.png, 200 x 300, enlarged 5.")
         assert all("not run" in line and not sizes(line) for line in lines if "stock PyTorch" in line)
-        assert len(re.findall(r"stock not run: needs about .* and 358 MiB is available", printed)) == 2
+        assert len(re.findall(r"stock not run: needs about .* and 502 MiB is available", printed)) == 2
         ours = [line for line in lines if "  patchconv_native " in line]
         assert len(ours) == 2 and all(float(line.split()[-1]) <= 2e-5 for line in ours)
         assert len(re.findall(r"in 128 of \d+ rows", printed)) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.pairs import FULL
 from support.ranks import needs_gloo, run
 from support.spatial_cases import compare, mesh_of
 from support.spatial_chains import structured
@@ -101,14 +102,10 @@ def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-# The others are slow.
-QUICK = ("unet", "densenet", "mobilenet_v3_small")
+QUICK = ("unet", "densenet", "mobilenet_v3_small", "lraspp_mobilenet_v3_large")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS],
-)
+@pytest.mark.parametrize("name", MODELS if FULL else QUICK)
 def test_model_equals_one_process(name: str) -> None:
     results = run(2, both, [name], timeout=120)
     wrong = [f"rank {rank}: {text}" for rank, found in enumerate(results) for text in found[name]]
