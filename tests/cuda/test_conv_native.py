@@ -19,6 +19,8 @@ from filelock import FileLock
 from support import kernels, reference
 from support.checks import oracle
 from support.configurations import Configuration, RandomChooser, build, build_grad, draw
+from support.pairs import FULL
+from support.seeds import SWEEP_SEED
 from torch import Tensor, nn
 
 import patchconv_native as pc
@@ -162,14 +164,14 @@ def wide(seed: int) -> Configuration:
             return Configuration(**(vars(c) | {"channels": channels, "outputs": outputs, "groups": groups}))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_configurations(seed):
-    check(drawn(seed), Host())
+@pytest.mark.parametrize("number", range(60 if FULL else 30))
+def test_random_configurations(number):
+    check(drawn(SWEEP_SEED + number), Host())
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_layers(seed):
-    check(wide(seed), Host(), masked=seed % 2 == 0)
+@pytest.mark.parametrize("number", range(30 if FULL else 16))
+def test_random_layers(number):
+    check(wide(SWEEP_SEED + number), Host(), masked=number % 2 == 0)
 
 
 @pytest.mark.parametrize("tf32", [False, True])

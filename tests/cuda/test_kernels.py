@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support import kernels
 from support.kernels import Call, Memory
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
@@ -182,11 +183,10 @@ def test_mask_backward(dtype, inside, outside):
         same(got, want, len(want))
 
 
-@DTYPES
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("shift,fill", [(0.0, 0.0), (0.25, -1.5)])
-def test_dropout(dtype, p, shift, fill):
+@pairwise(dtype=list(TILE), p=[0.0, 0.3, 1.0], dropped=[(0.0, 0.0), (0.25, -1.5)])
+def test_dropout(dtype, p, dropped):
     """The mask of the CPU's kernel for the same seed, at any alignment, also in place."""
+    shift, fill = dropped
     scale = 1 / (1 - p) if p < 1 else 0.0
     calls, wanted = [], []
     for i, count in enumerate(counts(dtype)):
@@ -255,9 +255,7 @@ POOLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@DTYPES
-@pytest.mark.parametrize("inner", [1, 5], ids=["planes", "channels_last"])
-@pytest.mark.parametrize("name", POOLS)
+@pairwise(name=list(POOLS), inner=[1, 5], dtype=list(TILE))
 def test_max_pool(name, inner, dtype):
     """Values, places and gradients of the CPU's kernel, which sums gradients in float32 in the same order."""
     sizes, windows = POOLS[name]
@@ -313,9 +311,7 @@ AVERAGES: dict[str, tuple[tuple[int, ...], tuple[Any, ...], tuple[bool, bool, in
 }  # fmt: skip
 
 
-@DTYPES
-@pytest.mark.parametrize("inner", [1, 5], ids=["planes", "channels_last"])
-@pytest.mark.parametrize("name", AVERAGES)
+@pairwise(name=list(AVERAGES), inner=[1, 5], dtype=list(TILE))
 def test_avg_pool(name, inner, dtype):
     """Values and gradients against stock's in float64."""
     sizes, windows, (ceil, count_padding, divisor) = AVERAGES[name]

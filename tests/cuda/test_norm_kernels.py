@@ -13,12 +13,15 @@ import pytest
 import torch
 from support import kernels
 from support.kernels import Call, Memory
+from support.pairs import pairwise
 from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
-ACTIVATIONS = pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=lambda d: str(d)[6:])
+LAYOUTS = pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
+ACTIVATIONS = ["none", "relu", "silu"]
 EPS = 1e-5
 
 # (images, channels, pixels, groups): rows that a warp takes and rows that a block takes, odd and not; one channel; more
@@ -28,7 +31,6 @@ SHAPES = [
     (2, 3, 900, 0), (3000, 3, 4, 0), (2, 6, 49, 3), (2, 8, 4100, 2), (3, 64, 36, 32), (2, 6, 50, 6),
     (1, 12, 1000, 1), (2, 96, 17, 8),
 ]  # fmt: skip
-IDS = [f"{n}x{c}x{p}" + (f"/{g}" if g else "") for n, c, p, g in SHAPES]
 
 
 @dataclass
@@ -110,30 +112,32 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 4) -> N
     assert error <= factor * torch.finfo(dtype).eps, (error / torch.finfo(dtype).eps).item()
 
 
-def run_statistics(example: Example, start: int = 0, momentum: float = 0.1) -> list[Tensor]:
-    empty = lambda: Memory(torch.full((example.statistics,), 77.0))  # noqa: E731
-    running = [None, None] if example.groups else [torch.ones(example.channels), torch.full((example.channels,), 2.0)]
-    buffers = [Memory(example.flat(example.x), off(example.dtype, start)), empty(), empty(), *map(Memory, running)]
-    ((_, *found),) = kernels.run([Call("norm_statistics", example.dtype, example.numbers(momentum=momentum), buffers)])
-    return found
+def run_statistics(examples: list[Example], momentum: float = 0.1) -> list[list[Tensor]]:
+    """[mean, var, running mean, running var] of each."""
+    calls = []
+    for i, example in enumerate(examples):
+        results = [torch.full((example.statistics,), 77.0) for _ in "mv"]
+        running = [None] * 2 if example.groups else [torch.full((example.channels,), value) for value in (1.0, 2.0)]
+        buffers = [Memory(example.flat(example.x), off(example.dtype, i)), *map(Memory, [*results, *running])]
+        calls.append(Call("norm_statistics", example.dtype, example.numbers(momentum=momentum), buffers))
+    return [found[1:] for found in kernels.run(calls)]
 
 
 @DTYPES
-@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-def test_statistics(shape, channels_last, dtype):
-    example = Example(*shape, channels_last, dtype)
-    mean, var, running_mean, running_var = run_statistics(example, start=shape[1])
-    want_mean, want_var = example.moments()
-    deviation = want_var.sqrt() + want_mean.abs()
-    assert ((mean.double() - want_mean).abs() <= 4e-7 * deviation).all()
-    # Differences from the mean are as exact as float32 numbers of its size are.
-    assert ((var.double() - want_var).abs() <= 3e-6 * want_var + 2e-7 * want_mean.abs() * want_var.sqrt()).all()
-    if example.groups == 0:
-        count = example.images * example.pixels
-        torch.testing.assert_close(running_mean.double(), 0.9 + 0.1 * want_mean, rtol=1e-6, atol=1e-6)
-        unbiased = want_var * count / max(1, count - 1)
-        torch.testing.assert_close(running_var.double(), 1.8 + 0.1 * unbiased, rtol=3e-6, atol=3e-6)
+@LAYOUTS
+def test_statistics(channels_last, dtype):
+    examples = [Example(*shape, channels_last, dtype) for shape in SHAPES]
+    for example, (mean, var, running_mean, running_var) in zip(examples, run_statistics(examples), strict=True):
+        want_mean, want_var = example.moments()
+        deviation = want_var.sqrt() + want_mean.abs()
+        assert ((mean.double() - want_mean).abs() <= 4e-7 * deviation).all()
+        # Differences from the mean are as exact as float32 numbers of its size are.
+        assert ((var.double() - want_var).abs() <= 3e-6 * want_var + 2e-7 * want_mean.abs() * want_var.sqrt()).all()
+        if example.groups == 0:
+            count = example.images * example.pixels
+            torch.testing.assert_close(running_mean.double(), 0.9 + 0.1 * want_mean, rtol=1e-6, atol=1e-6)
+            unbiased = want_var * count / max(1, count - 1)
+            torch.testing.assert_close(running_var.double(), 1.8 + 0.1 * unbiased, rtol=3e-6, atol=3e-6)
 
 
 def test_statistics_about_a_large_mean():
@@ -141,15 +145,13 @@ def test_statistics_about_a_large_mean():
     for channels_last in (False, True):
         example = Example(2, 8, 5000, 0, channels_last, torch.float32)
         example.x = (torch.randn(2, 8, 5000, dtype=torch.float64) + 4096).float()
-        mean, var, *_ = run_statistics(example)
+        ((mean, var, *_),) = run_statistics([example])
         want_mean, want_var = example.moments()
         torch.testing.assert_close(mean.double(), want_mean, rtol=4e-7, atol=0)
         torch.testing.assert_close(var.double(), want_var, rtol=1e-4, atol=0)
 
 
-@DTYPES
-@ACTIVATIONS
-@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
+@pairwise(channels_last=[False, True], activation=ACTIVATIONS, dtype=TYPES)
 def test_map(channels_last, activation, dtype):
     examples = [Example(*shape, channels_last, dtype, activation) for shape in SHAPES]
     calls = []
@@ -163,7 +165,7 @@ def test_map(channels_last, activation, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
+@LAYOUTS
 def test_mask(channels_last, dtype):
     """The bits of norm_map's values, which it gives as well."""
     shapes = [shape for shape in SHAPES if shape[3] == 0] + [(1, 3, 1, 0), (5, 2, 3, 0), (2, 3, 1366, 0)]
@@ -190,10 +192,7 @@ def test_map_without_parameters_and_of_numbers_that_are_none():
         torch.testing.assert_close(y, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@DTYPES
-@ACTIVATIONS
-@pytest.mark.parametrize("training", [True, False], ids=["training", "constants"])
-@pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
+@pairwise(channels_last=[False, True], training=[True, False], activation=ACTIVATIONS, dtype=TYPES)
 def test_backward(channels_last, training, activation, dtype):
     examples = [Example(*shape, channels_last, dtype, activation) for shape in SHAPES]
     calls = []
