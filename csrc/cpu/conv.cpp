@@ -89,6 +89,15 @@ bool reads_past_end(const ConvProblem& problem) {
          std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
 }
 
+// Two bugs of oneDNN's kernels for AMX (bfloat16 on newer Xeons), in stock PyTorch too. A result that is one
+// column wide is wrong under a column stride.
+bool single_column(int64_t width, const ConvDim& column) { return width == 1 && column.stride > 1; }
+
+// Weight gradients are wrong where the image has fewer columns than the stride.
+bool narrower_than_stride(const ConvProblem& problem) {
+  return problem.dims.back().big < problem.dims.back().stride;
+}
+
 // Contiguous, with the strides of a contiguous tensor: with one channel, other strides could also mean
 // channels_last, and oneDNN takes them so.
 Tensor plainly_contiguous(const Tensor& tensor) {
@@ -173,6 +182,13 @@ class CpuEngine : public ConvEngine {
                   const ConvProblem& problem, at::IntArrayRef padding) const override {
     if (!computed_by_onednn(tile.scalar_type()))
       return ConvEngine::convolve(tile, weight, bias, problem, padding);
+    const ConvDim& column = problem.dims.back();
+    const int64_t width = (tile.size(-1) + 2 * padding.back() - column.reach()) / column.stride + 1;
+    if (is_half(tile.scalar_type()) && single_column(width, column)) {
+      const auto wide = bias ? std::optional<Tensor>(bias->to(at::kFloat)) : std::nullopt;
+      return convolve(tile.to(at::kFloat), weight.to(at::kFloat), wide, problem, padding)
+          .to(tile.scalar_type());
+    }
     const bool plain = reads_past_end(problem);
     return at::mkldnn_convolution(
         plain ? plainly_contiguous(tile) : tile, plain ? plainly_contiguous(weight) : weight, bias, padding,
@@ -190,9 +206,13 @@ class CpuEngine : public ConvEngine {
 
   bool stock_fails(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,
                    at::MemoryFormat format) const override {
-    if (pass == ConvPass::kWeight) return channels_last(format) && writes_past_end(problem);
+    const bool half = is_half(dtype) && multiplies_half(dtype);
+    if (pass == ConvPass::kWeight)
+      return (channels_last(format) && writes_past_end(problem)) || (half && narrower_than_stride(problem));
     if (pass != ConvPass::kSmall || !computed_by_onednn(dtype)) return false;
-    return (is_half(dtype) && crashes_in_half(problem)) || (channels_last(format) && reads_past_end(problem));
+    const ConvDim& column = problem.dims.back();
+    return (half && (crashes_in_half(problem) || single_column(column.small, column))) ||
+           (channels_last(format) && reads_past_end(problem));
   }
 
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {

@@ -1,4 +1,4 @@
-"""Three faults of oneDNN's kernels for AVX-512 that stock PyTorch shares (seen in 2.14.1), and that the library avoids.
+"""Faults of oneDNN's kernels that stock PyTorch shares (seen in 2.14.1), and that the library avoids. For AVX-512:
 
 1. In bfloat16 and channels_last, F.conv2d crashes (a null pointer) where no kernel of a row or column meets the image:
    torch.nn.functional.conv2d(zeros(2, 6, 15, 1), zeros(5, 6, 2, 1), None, (2, 2), (1, 1), (2, 2)).
@@ -7,6 +7,11 @@
 
 3. In channels_last, weight gradients of 1x1 kernels under a stride are written past their end by three threads and
    more, where the channels do not fill blocks of 16: the heap is damaged, and the process dies later.
+
+For AMX, in bfloat16:
+
+4. F.conv2d is wrong where the result is one column wide and the columns have a stride.
+5. Weight gradients are wrong where the image has fewer columns than their stride.
 
 What is asserted is that ours is right, on any processor.
 """
@@ -104,3 +109,52 @@ def test_weight_gradient_of_1x1_kernels_under_a_stride(channels, outputs, splits
     exact = w.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(reference.conv(x, exact, None, stride=(2, 1)), exact, grad.double())
     torch.testing.assert_close(dw.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape,kernel,groups,stride,padding",
+    [
+        ((2, 8, 16, 6), (5, 8, 4, 5), 1, (1, 2), (2, 0)),
+        ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2), (0, 0)),
+        ((1, 16, 17, 9), (33, 16, 1, 3), 1, (1, 4), (0, 0)),
+        ((2, 3, 9), (6, 3, 8), 1, (3,), (0,)),
+        ((1, 4, 3, 5, 7), (5, 4, 2, 3, 4), 1, (1, 2, 4), (0, 1, 0)),
+    ],
+)
+def test_one_column_under_a_stride(channels_last, dtype, shape, kernel, groups, stride, padding):
+    """Rows and a result of several columns, whose tiles are one column wide, too."""
+    x, w = torch.randn(shape).to(dtype), torch.randn(kernel).to(dtype)
+    if channels_last and len(shape) > 3:
+        x = x.contiguous(memory_format=LAST[len(shape)])
+    check(x, w, 2e-2, stride=stride, padding=padding, groups=groups)
+    wide = torch.cat([x] * 3, -1)
+    call = getattr(pc.functional, f"conv{x.dim() - 2}d")
+    y = call(wide, w, None, stride, padding, 1, groups, splits=(*[1] * (x.dim() - 3), 9))
+    expected = reference.conv(wide, w, None, stride=stride, padding=padding, groups=groups)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape,kernel,stride,padding",
+    [
+        ((2, 4, 8, 1), (2, 4, 3, 2), (1, 2), (0, 1)),
+        ((2, 17, 10, 2), (2, 17, 1, 3), (3, 3), (0, 2)),
+        ((2, 16, 5, 1), (16, 16, 4, 3), (3, 2), (1, 2)),
+        ((2, 3, 2), (5, 3, 3), (3,), (2,)),
+    ],
+)
+def test_weight_gradient_of_images_narrower_than_the_stride(dtype, shape, kernel, stride, padding):
+    x, w = torch.randn(shape).to(dtype), torch.randn(kernel).to(dtype).requires_grad_()
+    y = getattr(pc.functional, f"conv{x.dim() - 2}d")(x, w, None, stride, padding)
+    grad = torch.randn(y.shape).to(dtype)
+    exact = w.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(
+        reference.conv(x, exact, None, stride=stride, padding=padding), exact, grad.double()
+    )
+    for _ in range(5):
+        poison_freed_memory()
+        (dw,) = torch.autograd.grad(y, w, grad, retain_graph=True)
+        torch.testing.assert_close(dw.double(), wanted, rtol=2e-2, atol=5e-2)

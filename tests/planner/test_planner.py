@@ -241,7 +241,7 @@ def test_the_largest_batch(planned: bool) -> None:
     model, x = seeded("plain"), torch.randn(1, 3, 32, 32)
     found = pc.max_batch(model, x, budget="4MiB", planned=planned)
 
-    def fits(batch: int) -> bool:
+    def keeps(batch: int) -> bool:
         values = torch.randn(batch, 3, 32, 32)
         if not planned:
             return fits(trace(model, values, fake=True).peak, 4 * 2**20, MARGIN["cpu"])
@@ -250,7 +250,7 @@ def test_the_largest_batch(planned: bool) -> None:
         except pc.BudgetError:
             return False
 
-    assert found > 1 and fits(found) and not fits(found + 1)
+    assert found > 1 and keeps(found) and not keeps(found + 1)
 
 
 def test_the_largest_size() -> None:
