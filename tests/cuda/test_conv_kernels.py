@@ -12,7 +12,8 @@ from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-SUMS = {torch.float64: 1e-15, torch.float32: 5e-7, torch.float16: 5e-7, torch.bfloat16: 5e-7}
+# Of float64 the oracle adds up no more exactly than the kernel does: over two thousand terms both may be off.
+SUMS = {torch.float64: 1e-13, torch.float32: 5e-7, torch.float16: 5e-7, torch.bfloat16: 5e-7}
 CASES = 36 if FULL else 18
 
 
