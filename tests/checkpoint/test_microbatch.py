@@ -389,7 +389,7 @@ def test_what_is_not_served_changes_nothing(fn, kind, text):
         pc.microbatch(stage, x, 3)
     torch.testing.assert_close(stage.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state) and "forward" not in vars(stage.norm)
-    assert not sys.modules["patchconv_native.microbatch"]._active.stage
+    assert not sys.modules["patchconv_native.microbatch"]._here.busy
 
 
 def test_arguments():
