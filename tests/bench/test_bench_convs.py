@@ -221,7 +221,7 @@ def test_errors_notice_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     assert conv_gpu.error_ratio(job, conv_gpu.errors(job, "fprop", "cpu")) > 1.5
 
 
-def test_what_there_was_no_time_for_is_said() -> None:
+def test_what_there_was_no_time_for_is_named() -> None:
     data: dict[str, Any] = {}
     missing = conv_gpu.measure_section("full", "cpu", data, lambda: None, lambda: 0.0)
     jobs = list(conv_cases.jobs("full"))

@@ -109,6 +109,6 @@ def test_sanitizers(code: int | None, tmp_path: Path, monkeypatch: pytest.Monkey
     assert [command[2] for command in commands] == ["memcheck", "racecheck"]
     assert "kns=patchconv" in commands[1] and "kns=patchconv" not in commands[0]
     assert all(command[-len(gpu.FEW) :] == gpu.FEW for command in commands)
-    said = "not finished in time" if code is None else "RACECHECK SUMMARY: 1 hazard"
-    assert one.data["sanitizer"]["summary"] == f"memcheck: ERROR SUMMARY: 0 errors; racecheck: {said}"
+    text = "not finished in time" if code is None else "RACECHECK SUMMARY: 1 hazard"
+    assert one.data["sanitizer"]["summary"] == f"memcheck: ERROR SUMMARY: 0 errors; racecheck: {text}"
     assert one.data["sanitizer"]["exit"] == code

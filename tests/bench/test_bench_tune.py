@@ -166,7 +166,7 @@ def test_a_point_is_the_pass_that_it_names(pass_: str, stride: int) -> None:
     assert shape.flop == 2 * 2 * 36 * 4 * 9
 
 
-def test_what_there_was_no_time_for_is_said() -> None:
+def test_what_there_was_no_time_for_is_named() -> None:
     shapes = tune.grid("full")
     times = iter([1.0] * 0)
     rows = tune.measure_all(shapes, "cpu", 1, lambda: next(times, 0.0))

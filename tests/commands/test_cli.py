@@ -52,9 +52,9 @@ def as_a_script() -> processes.Completed:
 def fails_in_one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Runs a command that has to fail as the user's mistake, and returns what it says."""
     assert cli.main(words) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and said.err.startswith("patchconv_native demo: "), said.err
-    return said.err
+    text = capsys.readouterr()
+    assert text.err.count("\n") == 1 and text.err.startswith("patchconv_native demo: "), text.err
+    return text.err
 
 
 class TestInfo:
@@ -126,7 +126,7 @@ class TestWords:
         assert f"{cli.PROGRAM} {command}" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             ((), "required: COMMAND"),
             (("fly",), "invalid choice: 'fly'"),
@@ -142,11 +142,11 @@ class TestWords:
             (("demo", "--seed", "1.5"), "--seed: expected a whole number from -2^63 to 2^64 - 1, got '1.5'"),
         ],
     )
-    def test_mistakes(self, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_mistakes(self, words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
             cli.main(words)
         assert stopped.value.code == 2
-        assert said in capsys.readouterr().err
+        assert text in capsys.readouterr().err
 
     @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**64 - 1])
     def test_seeds_that_torch_takes(self, seed: int) -> None:
@@ -205,8 +205,8 @@ class TestDemoMistakes:
         from PIL import Image
 
         Image.new("RGB", (300, 5)).save(tmp_path / "line.png")
-        said = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "line.png"))
-        assert "the picture is 300 x 5 pixels; either side must be 16 or more" in said
+        text = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "line.png"))
+        assert "the picture is 300 x 5 pixels; either side must be 16 or more" in text
 
     @pytest.mark.parametrize(
         ("width", "height", "megapixels", "scaled"),
@@ -224,19 +224,19 @@ class TestDemoMistakes:
         from PIL import Image
 
         Image.new("RGB", (width, height)).save(file := tmp_path / "band.png")
-        said = fails_in_one_line(
+        text = fails_in_one_line(
             capsys, "demo", "--image", str(file), "--megapixels", megapixels, "--out", str(tmp_path / "new")
         )
-        assert f"the picture is {width} x {height} pixels, {scaled} at {megapixels} megapixels; there " in said
-        assert "either side must be 16 or more and at least 1/400 of the other" in said
+        assert f"the picture is {width} x {height} pixels, {scaled} at {megapixels} megapixels; there " in text
+        assert "either side must be 16 or more and at least 1/400 of the other" in text
         assert not (tmp_path / "new").exists()
 
     def test_absurd_picture(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         # A header alone: 60000 x 60000 pixels that nobody is asked to decode.
         header = b"P5 60000 60000 255\n"
         (tmp_path / "huge.pgm").write_bytes(header + bytes(100))
-        said = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "huge.pgm"))
-        assert "has more than 1074 megapixels" in said
+        text = fails_in_one_line(capsys, "demo", "--image", str(tmp_path / "huge.pgm"))
+        assert "has more than 1074 megapixels" in text
 
     def test_out_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (out := tmp_path / "out").write_text("taken")
@@ -254,8 +254,8 @@ class TestDemoMistakes:
 
     def test_too_little_memory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words = ("demo", "--megapixels", "1", "--memory", "0.1", "--device", "cpu", "--out", str(tmp_path))
-        said = fails_in_one_line(capsys, *words)
-        assert re.search(r"needs about \d+ MiB at this size and 102 MiB is available; use a smaller --megapixels", said)
+        text = fails_in_one_line(capsys, *words)
+        assert re.search(r"needs about \d+ MiB at this size and 102 MiB is available; use a smaller --megapixels", text)
 
     @pytest.mark.parametrize("module", ["numpy", "PIL", "matplotlib", "rich", "torchvision", "skimage"])
     def test_missing_package(
@@ -263,8 +263,8 @@ class TestDemoMistakes:
     ) -> None:
         monkeypatch.setitem(sys.modules, module, None)  # what find_spec then takes for absent
         package = {"PIL": "pillow", "skimage": "scikit-image"}.get(module, module)
-        said = fails_in_one_line(capsys, "demo")
-        assert f"needs {package}, not installed here; install with: pip install 'patchconv_native[demo]'" in said
+        text = fails_in_one_line(capsys, "demo")
+        assert f"needs {package}, not installed here; install with: pip install 'patchconv_native[demo]'" in text
 
     def test_own_picture_needs_no_scikit_image(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -282,8 +282,8 @@ class TestDemoMistakes:
             raise RuntimeError("operator torchvision::nms does not exist\nand more")
 
         monkeypatch.setattr(packages.importlib, "import_module", fail)
-        said = fails_in_one_line(capsys, "demo")
-        assert "does not work with this torch (operator torchvision::nms does not exist)" in said
+        text = fails_in_one_line(capsys, "demo")
+        assert "does not work with this torch (operator torchvision::nms does not exist)" in text
 
     def test_says_it_in_a_process_of_its_own(self, tmp_path: Path) -> None:
         done = run("demo", "--image", str(tmp_path / "nowhere.png"))

@@ -22,8 +22,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(commands: Commands, *words: str) -> dict:
-    said = commands("bench", *words, *SMALL)
-    assert said.code == 0 and said.err == "", said.err
+    text = commands("bench", *words, *SMALL)
+    assert text.code == 0 and text.err == "", text.err
     return json.loads(Path("out.json").read_text())
 
 
@@ -70,14 +70,14 @@ class TestBench:
         assert found["saved"] == {"stock": 0, "converted": 0}
 
     def test_says(self, commands: Commands) -> None:
-        said = commands("bench", "%tiny", *SMALL)
-        lines = said.out.splitlines()
+        text = commands("bench", "%tiny", *SMALL)
+        lines = text.out.splitlines()
         assert lines[0].startswith("models.py:tiny, input 1 x 3 x 16 x 16 (cpu, ")
         assert lines[1].split() == ["stock", "converted", "ratio"]
         assert lines[2].startswith("time of a step, median ") and lines[3].startswith("peak memory ")
         assert "5 layers were converted" in lines and lines[-1] == "wrote out.json"
         found = json.loads(Path("out.json").read_text())["ratio"]
-        assert ("the rounds do not agree" in said.out) == (found["least"] <= 1 <= found["most"])
+        assert ("the rounds do not agree" in text.out) == (found["least"] <= 1 <= found["most"])
 
     def test_takes_turns(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         turns = []
@@ -94,13 +94,13 @@ class TestBench:
 
     def test_progress(self, commands: Commands) -> None:
         words = [word for word in SMALL if word != "--quiet"]
-        said = commands("bench", "%tiny", *words)
-        assert said.err.splitlines() == ["building", "warming up", "timing", "counting memory"]
+        text = commands("bench", "%tiny", *words)
+        assert text.err.splitlines() == ["building", "warming up", "timing", "counting memory"]
 
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             (("%tiny", "--conv", "4x4x3"), "expected either MODEL or --conv, got both"),
             (("--conv", "4x4"), "--conv: expected INxOUTxK such as 64x64x3, got '4x4'"),
@@ -116,15 +116,15 @@ class TestMistakes:
             (("--fake",), "unrecognized arguments: --fake"),
         ],
     )
-    def test_words(self, words: tuple[str, ...], said: str, commands: Commands) -> None:
-        assert said in commands("bench", *words).mistake("bench")
+    def test_words(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
+        assert text in commands("bench", *words).mistake("bench")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_no_gpu(self, commands: Commands) -> None:
         assert "torch finds no GPU" in commands("bench", "--device", "cuda").mistake("bench")
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             (("%Hungry",), "out of memory with an input of 1 x 3 x 16 x 16: RuntimeError"),
             (
@@ -135,8 +135,8 @@ class TestMistakes:
             (("%Frozen",), "expected an output that requires a gradient"),
         ],
     )
-    def test_failures(self, words: tuple[str, ...], said: str, commands: Commands) -> None:
-        assert said in commands("bench", *words, *SMALL).failure("bench")
+    def test_failures(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
+        assert text in commands("bench", *words, *SMALL).failure("bench")
 
     def test_interrupt(self, commands: Commands) -> None:
         done = commands("bench", "%Stops", *SMALL)

@@ -24,9 +24,9 @@ def data(name: str = "out.json") -> dict:
 
 class TestPlan:
     def test_fits_as_it_is(self, commands: Commands) -> None:
-        said = commands("plan", "%blocks", *SMALL, "--budget", "1GiB")
-        assert said.code == 0 and said.err == ""
-        lines = said.out.splitlines()
+        text = commands("plan", "%blocks", *SMALL, "--budget", "1GiB")
+        assert text.code == 0 and text.err == ""
+        lines = text.out.splitlines()
         assert lines[0] == "models.py:blocks, input 1 x 3 x 32 x 32"
         assert lines[2] == "budget  1 GiB" and lines[-1] == "do      the model as it is"
 
@@ -35,18 +35,18 @@ class TestPlan:
         model = models.find("models.py:blocks").build()
         x = torch.empty(2, 3, 96, 96, device="meta")
         stock = pc.memory.trace(model, x, fake=True).peak
-        said = commands(*words, "--budget", str(stock), "--json", "plan.json")
-        assert said.code == 0, said.err
-        assert said.out.endswith("wrote plan.json\n") and "convert" in said.out
+        text = commands(*words, "--budget", str(stock), "--json", "plan.json")
+        assert text.code == 0, text.err
+        assert text.out.endswith("wrote plan.json\n") and "convert" in text.out
         plan = pc.Plan.load("plan.json")
         assert plan.needs <= plan.budget == stock and plan.strategy.convert
         with_it = pc.memory.trace(plan.apply(model), x, fake=True).peak
         assert with_it == plan.peak
 
     def test_nothing_fits(self, commands: Commands) -> None:
-        said = commands("plan", "%blocks", *SMALL, "--budget", "1KiB")
-        line = said.failure("plan")
-        assert said.out == "" and "no plan fits into 1 KiB (1024 bytes): the least that would do is " in line
+        text = commands("plan", "%blocks", *SMALL, "--budget", "1KiB")
+        line = text.failure("plan")
+        assert text.out == "" and "no plan fits into 1 KiB (1024 bytes): the least that would do is " in line
         least = re.search(r"\((\d+) bytes: ", line)
         assert least is not None
         assert commands("plan", "%blocks", *SMALL, "--budget", least[1]).code == 0
@@ -84,14 +84,14 @@ class TestPlan:
         exact = re.search(r"\((\d+) bytes: ", commands(*words, "--budget", "1KiB").err)
         half = re.search(r"\((\d+) bytes: ", commands(*words, "--budget", "1KiB", "--amp", "bfloat16").err)
         assert exact is not None and half is not None and int(half[1]) < int(exact[1])
-        said = commands(*words, "--budget", half[1], "--amp", "bfloat16")
-        assert said.code == 0 and "autocast to bfloat16" in said.out
+        text = commands(*words, "--budget", half[1], "--amp", "bfloat16")
+        assert text.code == 0 and "autocast to bfloat16" in text.out
 
 
 class TestFrontier:
     def test_alone(self, commands: Commands) -> None:
-        said = commands("plan", "%blocks", *SMALL, "--frontier", "--json", "out.json")
-        assert said.code == 0 and said.out.splitlines()[1].split() == ["peak", "time", "do"]
+        text = commands("plan", "%blocks", *SMALL, "--frontier", "--json", "out.json")
+        assert text.code == 0 and text.out.splitlines()[1].split() == ["peak", "time", "do"]
         found = data()
         assert found["plan"] is None and found["frontier"]
         peaks = [one["peak"] for one in found["frontier"]]
@@ -99,8 +99,8 @@ class TestFrontier:
 
     @needs("matplotlib")
     def test_with_a_budget_and_a_figure(self, commands: Commands) -> None:
-        said = commands("plan", "%tiny", *SMALL, "--budget", "1GiB", "--plot", "out.png", "--json", "out.json")
-        assert said.code == 0 and "budget  1 GiB" in said.out and said.out.endswith("wrote out.png\n")
+        text = commands("plan", "%tiny", *SMALL, "--budget", "1GiB", "--plot", "out.png", "--json", "out.json")
+        assert text.code == 0 and "budget  1 GiB" in text.out and text.out.endswith("wrote out.png\n")
         assert data()["plan"]["budget"] == 2**30 and data()["frontier"]
         assert Path("out.png").read_bytes().startswith(b"\x89PNG")
 
@@ -108,11 +108,11 @@ class TestFrontier:
 class TestLargest:
     def test_batch(self, commands: Commands) -> None:
         words = ("plan", "%blocks", *SMALL, "--max-batch", "--budget", "2MiB", "--json", "out.json")
-        said = commands(*words)
-        assert said.code == 0 and said.err == ""
+        text = commands(*words)
+        assert text.code == 0 and text.err == ""
         plain = data()
         found = plain["max_batch"]
-        assert f"models.py:blocks (cpu): the largest batch is {found}, with the model as it is in 2 MiB" in said.out
+        assert f"models.py:blocks (cpu): the largest batch is {found}, with the model as it is in 2 MiB" in text.out
         assert plain["input"] == [found, 3, 32, 32] and plain["budget"] == 2 * 2**20 and plain["planned"] is False
         model = models.find("models.py:blocks").build()
         assert found == pc.max_batch(model, torch.empty(1, 3, 32, 32), budget="2MiB")
@@ -121,15 +121,15 @@ class TestLargest:
 
     def test_size(self, commands: Commands) -> None:
         words = ("--device", "cpu", "--quiet", "--json", "out.json")
-        said = commands("plan", "%blocks", "--size", "32x64", "--max-size", "--budget", "8MiB", *words)
-        assert said.code == 0, said.err
+        text = commands("plan", "%blocks", "--size", "32x64", "--max-size", "--budget", "8MiB", *words)
+        assert text.code == 0, text.err
         height, width = data()["max_size"]
-        assert width == 2 * height and height % 32 == 0 and f"largest size is {height} x {width}," in said.out
+        assert width == 2 * height and height % 32 == 0 and f"largest size is {height} x {width}," in text.out
 
-    @pytest.mark.parametrize(("option", "said"), [("batch", "a batch of 1"), ("size", "the smallest size")])
-    def test_nothing_fits(self, option: str, said: str, commands: Commands) -> None:
+    @pytest.mark.parametrize(("option", "text"), [("batch", "a batch of 1"), ("size", "the smallest size")])
+    def test_nothing_fits(self, option: str, text: str, commands: Commands) -> None:
         done = commands("plan", "%tiny", *SMALL, f"--max-{option}", "--budget", "1KiB")
-        assert f"not even {said} fits into 1 KiB" in done.failure("plan")
+        assert f"not even {text} fits into 1 KiB" in done.failure("plan")
 
 
 class TestProgress:
@@ -148,8 +148,8 @@ class TestProgress:
             with progress.Progress(False, total) as bar:
                 bar.next("one")
                 bar.next("two [x]")
-            said = capsys.readouterr()
-            assert said.out == "" and "two [x]" in said.err
+            text = capsys.readouterr()
+            assert text.out == "" and "two [x]" in text.err
         with progress.Progress(True) as bar:
             bar.next("one")
         assert capsys.readouterr().err == ""
@@ -157,7 +157,7 @@ class TestProgress:
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             (("%tiny",), "expected --budget, such as --budget 6GiB, or --frontier"),
             (("%tiny", "--max-batch"), "expected --budget, such as --budget 6GiB\n"),
@@ -183,16 +183,16 @@ class TestMistakes:
             (("%tiny", "--bugdet", "1GiB"), "unrecognized arguments: --bugdet 1GiB; did you mean --budget"),
         ],
     )
-    def test_words(self, words: tuple[str, ...], said: str, commands: Commands) -> None:
-        assert said in commands("plan", *words).mistake("plan")
+    def test_words(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
+        assert text in commands("plan", *words).mistake("plan")
 
     @pytest.mark.parametrize("more", [(), ("--max-batch",), ("--max-size",)])
     def test_failures(self, more: tuple[str, ...], commands: Commands) -> None:
         words = (*SMALL, "--budget", "1GiB", *more)
-        said = commands("plan", "%tiny", "--channels", "4", *words).failure("plan")
-        assert "a step with an input of 1 x 4 x 32 x 32 failed: " in said and "have 3 channels" in said
-        said = commands("plan", "%raises", *words).failure("plan")
-        assert "models.py:raises did not make a model: ValueError: no such luck" in said
+        text = commands("plan", "%tiny", "--channels", "4", *words).failure("plan")
+        assert "a step with an input of 1 x 4 x 32 x 32 failed: " in text and "have 3 channels" in text
+        text = commands("plan", "%raises", *words).failure("plan")
+        assert "models.py:raises did not make a model: ValueError: no such luck" in text
 
     def test_interrupt(self, commands: Commands) -> None:
         done = commands("plan", "%Stops", *SMALL, "--budget", "1GiB")

@@ -24,28 +24,28 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 def traced(commands: Commands, *words: str) -> dict:
     """The trace that these words give, by way of its file."""
-    said = commands("trace", *words, *SMALL, "--json", "out.json")
-    assert said.code == 0 and said.out.endswith("wrote out.json\n"), said.err
+    text = commands("trace", *words, *SMALL, "--json", "out.json")
+    assert text.code == 0 and text.out.endswith("wrote out.json\n"), text.err
     return json.loads((commands.folder / "out.json").read_text())
 
 
 class TestReport:
     def test_plain(self, commands: Commands) -> None:
-        said = commands("trace", "%tiny", *SMALL)
-        assert said.code == 0 and said.err == ""
-        lines = said.out.splitlines()
+        text = commands("trace", "%tiny", *SMALL)
+        assert text.code == 0 and text.err == ""
+        lines = text.out.splitlines()
         assert lines[:2] == ["models.py:tiny, input 1 x 3 x 32 x 32", "Sequential (cpu)"]
         assert lines[2].startswith("peak ") and any(line.startswith("  1  ") for line in lines)
 
     @needs("rich")
     def test_in_colour(self, commands: Commands) -> None:
-        said = commands("trace", "%tiny", "--size", "32", "--device", "cpu")
-        assert said.code == 0 and "└─ 4" in said.out
+        text = commands("trace", "%tiny", "--size", "32", "--device", "cpu")
+        assert text.code == 0 and "└─ 4" in text.out
 
     def test_without_rich(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "rich", None)
-        said = commands("trace", "%tiny", "--size", "32", "--device", "cpu")
-        assert said.code == 0 and "└─" not in said.out and "BatchNorm2d" in said.out
+        text = commands("trace", "%tiny", "--size", "32", "--device", "cpu")
+        assert text.code == 0 and "└─" not in text.out and "BatchNorm2d" in text.out
 
     def test_depth(self, commands: Commands) -> None:
         assert "BatchNorm2d" not in commands("trace", "%tiny", *SMALL, "--depth", "0").out
@@ -54,9 +54,9 @@ class TestReport:
     @needs("matplotlib")
     def test_files(self, commands: Commands) -> None:
         words = [f"--{name}={name}.{end}" for name, end in (("html", "html"), ("csv", "csv"), ("plot", "svg"))]
-        said = commands("trace", "%tiny", *SMALL, *words, "--json=a.json")
-        assert said.code == 0, said.err
-        assert {line for line in said.out.splitlines() if line.startswith("wrote ")} == {
+        text = commands("trace", "%tiny", *SMALL, *words, "--json=a.json")
+        assert text.code == 0, text.err
+        assert {line for line in text.out.splitlines() if line.startswith("wrote ")} == {
             f"wrote {name}" for name in ("html.html", "csv.csv", "plot.svg", "a.json")
         }
         assert Path("html.html").read_text().lower().startswith("<!doctype html>")
@@ -135,21 +135,21 @@ class TestStep:
 
     def test_fake_takes_no_memory(self, commands: Commands) -> None:
         words = ("--size", "30000x40000", "--batch", "99", "--plain", "--device", "cpu")
-        said = commands("trace", "%tiny", "--fake", *words)
-        assert said.code == 0 and said.err == "" and "TiB" in said.out
+        text = commands("trace", "%tiny", "--fake", *words)
+        assert text.code == 0 and text.err == "" and "TiB" in text.out
 
     def test_fake_cuda(self, commands: Commands) -> None:
-        said = commands("trace", "%tiny", "--fake", "--size", "32", "--plain", "--device", "cuda")
-        assert said.code == 0 and "Sequential (cuda, fake tensors" in said.out
+        text = commands("trace", "%tiny", "--fake", "--size", "32", "--plain", "--device", "cuda")
+        assert text.code == 0 and "Sequential (cuda, fake tensors" in text.out
 
     @pytest.mark.parametrize(
         ("name", "why"), [("Mixed", "does not run as built on"), ("Reads", "cannot be built on")]
     )  # fmt: skip
     def test_fake_with_a_real_model(self, name: str, why: str, commands: Commands) -> None:
-        said = commands("trace", f"%{name}", "--fake", *SMALL)
-        assert said.code == 0 and "nothing was computed" in said.out
-        assert said.err.startswith(f"note: the model {why} the meta device (") and said.err.count("\n") == 1
-        assert said.err.endswith("): its parameters take memory\n")
+        text = commands("trace", f"%{name}", "--fake", *SMALL)
+        assert text.code == 0 and "nothing was computed" in text.out
+        assert text.err.startswith(f"note: the model {why} the meta device (") and text.err.count("\n") == 1
+        assert text.err.endswith("): its parameters take memory\n")
 
 
 class TestModels:
@@ -192,7 +192,7 @@ class TestModels:
 
 class TestMistakes:
     @pytest.mark.parametrize(
-        ("model", "said"),
+        ("model", "text"),
         [
             ("nothing", "expected MODEL to be torchvision:NAME, timm:NAME, module:callable or file.py:callable, got"),
             (":tiny", "expected MODEL to be"),
@@ -208,13 +208,13 @@ class TestMistakes:
             ("%wants", "a callable without arguments, got one that says: missing a required argument: 'width'"),
         ],
     )
-    def test_models(self, model: str, said: str, commands: Commands) -> None:
+    def test_models(self, model: str, text: str, commands: Commands) -> None:
         for more in ((), ("--fake",)):
-            assert said in commands("trace", model, *SMALL, *more).mistake("trace")
+            assert text in commands("trace", model, *SMALL, *more).mistake("trace")
 
     @needs("torchvision", "timm")
     @pytest.mark.parametrize(
-        ("model", "said"),
+        ("model", "text"),
         [
             (
                 "torchvision:resnet_18",
@@ -225,16 +225,16 @@ class TestMistakes:
             ("squeezenet1_1", "did you mean torchvision:squeezenet1_1?"),
         ],
     )
-    def test_names(self, model: str, said: str, commands: Commands) -> None:
-        assert said in commands("trace", model).mistake("trace")
+    def test_names(self, model: str, text: str, commands: Commands) -> None:
+        assert text in commands("trace", model).mistake("trace")
 
     @pytest.mark.parametrize("library", ["torchvision", "timm"])
     def test_library_not_installed(
         self, library: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
     ) -> None:  # fmt: skip
         monkeypatch.setitem(sys.modules, library, None)
-        said = commands("trace", f"{library}:resnet18").mistake("trace")
-        assert f"got {library}: pip install {library}" in said
+        text = commands("trace", f"{library}:resnet18").mistake("trace")
+        assert f"got {library}: pip install {library}" in text
 
     def test_library_for_another_torch(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(name: str) -> None:
@@ -242,11 +242,11 @@ class TestMistakes:
 
         monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: True)
         monkeypatch.setattr(models.importlib, "import_module", fail)
-        said = commands("trace", "torchvision:resnet18").mistake("trace")
-        assert "does not work with this torch (RuntimeError: operator torchvision::nms does not exist)" in said
+        text = commands("trace", "torchvision:resnet18").mistake("trace")
+        assert "does not work with this torch (RuntimeError: operator torchvision::nms does not exist)" in text
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             ((), "required: MODEL"),
             (("%tiny", "--size", "0"), "--size: expected a size such as 512 or 512x768 (height x width), got '0'"),
@@ -271,28 +271,28 @@ class TestMistakes:
             (("%blocks", "--checkpoint", "1.O"), "got '1.O'; did you mean 1."),
         ],
     )
-    def test_words(self, words: tuple[str, ...], said: str, commands: Commands) -> None:
-        assert said in commands("trace", *words).mistake("trace")
+    def test_words(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
+        assert text in commands("trace", *words).mistake("trace")
 
     @no_gpu
     def test_no_gpu(self, commands: Commands) -> None:
-        said = commands("trace", "%tiny", "--device", "cuda").mistake("trace")
-        assert "--device cuda: expected a device that is here, and torch finds no GPU" in said
+        text = commands("trace", "%tiny", "--device", "cuda").mistake("trace")
+        assert "--device cuda: expected a device that is here, and torch finds no GPU" in text
 
     def test_no_such_gpu(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         for more in ((), ("--fake",)):
-            said = commands("trace", "%tiny", "--device", "cuda:3", *more).mistake("trace")
-            assert "--device cuda:3: torch finds 1 GPUs here" in said
+            text = commands("trace", "%tiny", "--device", "cuda:3", *more).mistake("trace")
+            assert "--device cuda:3: torch finds 1 GPUs here" in text
 
     def test_no_matplotlib(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-        said = commands("trace", "%tiny", "--plot", "x.png").mistake("trace")
-        assert "--plot needs matplotlib: pip install 'patchconv_native[report]'" in said
+        text = commands("trace", "%tiny", "--plot", "x.png").mistake("trace")
+        assert "--plot needs matplotlib: pip install 'patchconv_native[report]'" in text
 
     @pytest.mark.parametrize(
-        ("words", "said"),
+        ("words", "text"),
         [
             (("%raises",), "models.py:raises did not make a model: ValueError: no such luck"),
             (("%asks",), "models.py:asks did not make a model: SystemError"),
@@ -307,12 +307,12 @@ class TestMistakes:
             (("%deep", "--channels-last"), "cannot be brought to"),
         ],
     )
-    def test_failures(self, words: tuple[str, ...], said: str, commands: Commands) -> None:
+    def test_failures(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
         Path("broken.py").write_text("def x(:\n")
         Path("needy.py").write_text("import not_here_at_all\n")
         for more in ((), ("--fake",)):
             done = commands("trace", *words, *SMALL, *more)
-            assert said in done.failure("trace")
+            assert text in done.failure("trace")
             assert done.out == ""
 
     def test_out_of_memory(self, commands: Commands) -> None:
@@ -330,8 +330,8 @@ class TestMistakes:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(pc.memory.MemoryReport, "to_json", full)
-        said = commands("trace", "%tiny", *SMALL, "--json", "x.json").failure("trace")
-        assert "cannot write x.json: OSError: [Errno 28] No space left on device" in said
+        text = commands("trace", "%tiny", *SMALL, "--json", "x.json").failure("trace")
+        assert "cannot write x.json: OSError: [Errno 28] No space left on device" in text
 
     def test_interrupt(self, commands: Commands) -> None:
         done = commands("trace", "%Stops", *SMALL)

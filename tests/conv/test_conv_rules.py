@@ -136,8 +136,8 @@ def test_a_file_is_loaded_and_replaced(tmp_path: Path) -> None:
     assert taken() and not taken(layout="channels_last") and _C.has_conv_rules(80)
     conv_rules.remove("sm_80")
     assert not _C.has_conv_rules(80) and taken()
-    said = "1 rule for sm_90 by which 'auto' uses this project's kernels, measured 2030-01-02 on a GPU"
-    assert conv_rules.describe((9, 0), "X") == said
+    text = "1 rule for sm_90 by which 'auto' uses this project's kernels, measured 2030-01-02 on a GPU"
+    assert conv_rules.describe((9, 0), "X") == text
     path.write_text(json.dumps({"sm_80": ENTRY}))
     conv_rules.load(path)
     assert not taken() and not _C.has_conv_rules(ARCH) and _C.has_conv_rules(80)
@@ -154,8 +154,8 @@ def test_the_file_of_the_package_is_sound() -> None:
 def test_info_says_what_there_is() -> None:
     import torch
 
-    said = info.facts()["convolution rules"]
+    text = info.facts()["convolution rules"]
     if not torch.cuda.is_available():
-        assert said in ("none: a CPU-only build", "no GPU here")
+        assert text in ("none: a CPU-only build", "no GPU here")
     else:
-        assert "sm_" in said
+        assert "sm_" in text

@@ -210,8 +210,8 @@ def test_without_a_toolkit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(kernels.torch.version, "cuda", "13.0")
     monkeypatch.setattr(kernels, "find_toolkit", lambda major: (None, ["/nowhere holds no bin/nvcc"]))
     assert kernels.main([]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.splitlines() == [
+    text = capsys.readouterr()
+    assert text.out == "" and text.err.splitlines() == [
         "bench.kernels: no CUDA 13 toolkit with nvcc was found: /nowhere holds no bin/nvcc"
     ]
     monkeypatch.setattr(kernels.torch.version, "cuda", None)
@@ -234,9 +234,9 @@ def test_what_ptxas_prints() -> None:
 @pytest.mark.parametrize("words", ["bytes stack frame", "Used 54"])
 def test_a_silent_compiler_is_an_error(words: str) -> None:
     """A later ptxas may print another text: that must not read as no spills."""
-    said = "\n".join(line for line in FINE.splitlines() if words not in line)
+    text = "\n".join(line for line in FINE.splitlines() if words not in line)
     with pytest.raises(kernels.Failed, match="does not say"):
-        kernels.parse(said, "sm_80")
+        kernels.parse(text, "sm_80")
     with pytest.raises(kernels.Failed, match="not for sm_90a"):
         kernels.parse(FINE, "sm_90a")
 

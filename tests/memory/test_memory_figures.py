@@ -89,9 +89,9 @@ class TestFigures:
         assert top.get_ylabel() == "GiB" and lanes.get_xlabel() == "milliseconds"
         assert [label.get_text() for label in top.get_yticklabels()][:3] == ["0", "0.5", "1"]
         assert resnet.peak < top.get_ylim()[1] and top.get_xlim() == (0, resnet.duration)
-        said = [text.get_text() for text in self.texts(figure)]
-        assert "peak 1.22 GiB: avgpool, backward, aten::empty" in said and "before the step 148 MiB" in said
-        assert {"forward", "backward", "layer1", "layer4"} <= set(said)
+        text = [text.get_text() for text in self.texts(figure)]
+        assert "peak 1.22 GiB: avgpool, backward, aten::empty" in text and "before the step 148 MiB" in text
+        assert {"forward", "backward", "layer1", "layer4"} <= set(text)
         fake = MemoryReport(memory_traces.resnet(0.5, fake=True)).plot()
         assert fake.axes[0].get_ylabel() == "MiB" and fake.axes[-1].get_xlabel() == "operator"
 

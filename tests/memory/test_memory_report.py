@@ -223,15 +223,15 @@ class TestFiles:
         path = tmp_path / "other.json"
         later = {**resnet.to_dict(), "version": 99}
         torn = {name: value for name, value in resnet.to_dict().items() if name != "peak"}
-        for text, said in (
+        for written, refusal in (
             ('{"some": 1}', "this is no patchconv_native memory trace"),
             ("[1, 2]", "this is no patchconv_native memory trace"),
             (json.dumps(later), "version 99"),
             (json.dumps(torn), "peak"),
             ("no json", "other.json"),
         ):
-            path.write_text(text)
-            with pytest.raises(ValueError, match=said):
+            path.write_text(written)
+            with pytest.raises(ValueError, match=refusal):
                 MemoryReport.load(path)
 
     def test_csv(self, report: MemoryReport, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_cumulative_batch_norms_can_be_predicted() -> None:
     assert model[1].momentum is None and int(model[1].num_batches_tracked) == 0
 
 
-def test_what_cannot_be_predicted_is_said() -> None:
+def test_what_cannot_be_predicted_is_named() -> None:
     with pytest.raises(NotImplementedError, match=r"fake=True does not serve .*rnn"):
         trace(nn.LSTM(8, 8), torch.randn(3, 2, 8), loss=lambda y: y[0].sum(), fake=True)
     with pytest.raises(NotImplementedError, match="recurrent layers"):

@@ -113,8 +113,8 @@ class Nest:
 
 
 @dataclass
-class Said:
-    """What a command said."""
+class CommandText:
+    """What a command printed."""
 
     code: int
     out: str
@@ -142,15 +142,15 @@ class Commands:
         self.folder, self._capsys = folder, capsys
         (folder / "models.py").write_text(MODELS)
 
-    def __call__(self, *words: str) -> Said:
+    def __call__(self, *words: str) -> CommandText:
         self._capsys.readouterr()
         try:
             code = cli.main([word.replace("%", "models.py:") for word in words])
         except SystemExit as stopped:
             assert isinstance(stopped.code, int)
             code = stopped.code
-        said = self._capsys.readouterr()
-        return Said(code, said.out, said.err)
+        text = self._capsys.readouterr()
+        return CommandText(code, text.out, text.err)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 A family is a module of torchvision.models or timm.models. Of timm's, the member with the fewest parameters is taken, by
 the rule in smallest_timm_members(): `python tests/support/model_zoo.py` applies it to the timm that is installed (four
-minutes). What it said is stored below, so that a test keeps its name. A family of vision transformers whose only
+minutes). What it printed is stored below, so that a test keeps its name. A family of vision transformers whose only
 convolution cuts the patches is here where a member has at most PATCH_EMBEDDING_ONLY parameters. Pictures have 64x64
 pixels, the batch is 2, heads have 10 classes, unless a model needs something else: its line says what.
 """
