@@ -13,7 +13,7 @@ from .wrap import Model, Which, Wrapped, wrap_modules
 class _Checkpointed(Wrapped):
     """A module whose forward runs in a checkpoint."""
 
-    _rank = 4
+    _rank = 2
     _names = "checkpoint_modules", "checkpointed"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
-from .wrap import Wrapped, on_base, put_on, reduced_as, take_off, without_kinds
+from .wrap import Wrapped, on_base, put_on, reduced_as, refuse_derived, take_off, without_kinds
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -273,6 +273,8 @@ def revert(model: Model) -> Model:
 
     Raises TypeError for a module whose class is derived from one of this package's. Nothing has been changed then.
     """
+    for _, module in _named("revert", model):
+        refuse_derived(type(module), LeanCode, "revert")
     with without_kinds(model):
         changes = [
             (module, _reverted_class(type(module))) for _, module in _named("revert", model) if _is_converted(module)

@@ -7,6 +7,8 @@ from typing import Any
 
 from . import functional
 
+__all__ = list(functional.__all__)
+
 
 def __getattr__(name: str) -> Any:
     if name not in functional.__all__:

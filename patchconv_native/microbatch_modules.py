@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .microbatch import check_chunks, microbatch_call
-from .wrap import Model, Which, Wrapped, wrap_modules
+from .wrap import Model, Which, Wrapped, temporary_forward, wrap_modules
 
 OWNER = "microbatch_modules"
 
@@ -23,10 +23,12 @@ class _Microbatched(Wrapped):
 
     def forward(self, x: Tensor) -> Any:
         inner = super().forward
-        # If this module is a batch norm, microbatch replaces the forward of the instance for a while (wrap.forwards).
-        return microbatch_call(
-            type(self).__name__, self, lambda chunk: vars(self).get("forward", inner)(chunk), x, self._chunks
-        )
+
+        def run(chunk: Tensor) -> Any:
+            # If this module is a batch norm, microbatch gives it another forward for a while.
+            return (temporary_forward(self) or inner)(chunk)
+
+        return microbatch_call(type(self).__name__, self, run, x, self._chunks)
 
 
 @functools.cache

@@ -7,9 +7,9 @@ they were put on:
 
     0  functional code inside `lean()`            convert(functional=True)
     1  micro-batches                              microbatch_modules
-    2  the whole image on every rank              distributed.spatial(gather=...)
+    2  a checkpoint                               checkpoint_modules, plan
     3  statistics of all ranks (SyncBatchNorm)    distributed.spatial
-    4  a checkpoint                               checkpoint_modules, plan
+    4  the whole image on every rank              distributed.spatial(gather=...)
 
 Copies, pickles and torch.nn.utils.parametrize keep the kinds. TorchScript gets the module without them. `convert` and
 `revert` change the class below the kinds.
@@ -47,6 +47,8 @@ class Wrapped(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles as those of the module's own class, with the kinds put on at the end."""
         plain, kinds = parts(type(self))
+        if not kinds:  # a class derived by hand
+            return super().__reduce_ex__(protocol)
         reduced = reduced_as(self, plain, protocol)
         if isinstance(reduced, str):
             return reduced
@@ -108,7 +110,8 @@ def wrapped_class(cls: type, kinds: Iterable[type[Wrapped]]) -> Any:
 def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
     """The class without its kinds, and the kinds, innermost first.
 
-    TypeError for a class that was derived by hand from the class of a wrapped module.
+    A class that others derived from the class of a wrapped module, as FSDP does, is taken as it is: its kinds are part
+    of it.
     """
     kinds: list[type[Wrapped]] = []
 
@@ -116,13 +119,21 @@ def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
         while issubclass(base, Wrapped):
             kind, inner = base.__bases__[0], vars(base).get("_inner")
             if _classes.get((kind, inner)) is not base:
-                owner, adjective = base._names
-                raise TypeError(f"{owner}: {base.__name__} is a subclass of a {adjective} class and has no plain form")
+                break
             kinds.insert(0, kind)
             base = inner
         return base
 
     return on_base(cls, without), kinds
+
+
+def refuse_derived(cls: type, family: type[Wrapped], owner: str | None = None) -> None:
+    """TypeError if kinds of this family cannot be taken off: others derived a class from one that has them."""
+    plain = parts(cls)[0]
+    if issubclass(plain, family):
+        usual, adjective = plain._names
+        name = plain.__name__
+        raise TypeError(f"{owner or usual}: {name} is a subclass of a {adjective} class and has no plain form")
 
 
 def _with_one_more(cls: type, kind: type[Wrapped]) -> Any:
@@ -131,6 +142,7 @@ def _with_one_more(cls: type, kind: type[Wrapped]) -> Any:
 
 
 def _with_one_less(cls: type, family: type[Wrapped]) -> Any:
+    refuse_derived(cls, family)
     plain, kinds = parts(cls)
     return wrapped_class(plain, (one for one in kinds if not issubclass(one, family)))
 
@@ -176,6 +188,9 @@ def without_kinds(model: Any) -> Iterator[None]:
             module.__class__ = wrapped_class(type(module), kinds)
 
 
+_temporary: dict[int, Callable[..., Any]] = {}
+
+
 @contextmanager
 def forwards(of: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Other forwards for some modules for a while, in place of those of their classes, kinds included.
@@ -183,12 +198,18 @@ def forwards(of: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     The modules must have no forward of the instance.
     """
     for module, forward in of.items():
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = _temporary[id(module)] = forward
     try:
         yield
     finally:
         for module in of:
             vars(module).pop("forward", None)
+            _temporary.pop(id(module), None)
+
+
+def temporary_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that `forwards` has put on the module, while it is there."""
+    return _temporary.get(id(module))
 
 
 def chosen_modules(owner: str, model: nn.Module, which: Any) -> dict[str, nn.Module]:

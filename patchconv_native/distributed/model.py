@@ -52,7 +52,7 @@ def _on_whole_images(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 class _Gathered(Wrapped):
     """A module that gets the whole image on every rank."""
 
-    _rank = 2
+    _rank = 4
     _names = "spatial", "gathered"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -76,3 +76,12 @@ def test_deprecated_names_warn() -> None:
             assert getattr(pc.lean_functional, name) is getattr(pc.functional, name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         pc.lean_functional.nothing  # noqa: B018
+
+
+def test_a_star_import_of_the_deprecated_module() -> None:
+    names: dict[str, object] = {}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        exec("from patchconv_native.lean_functional import *", names)
+    assert names["relu"] is pc.functional.relu
+    assert any("lean_functional.relu is deprecated" in str(one.message) for one in found)

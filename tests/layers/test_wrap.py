@@ -68,8 +68,8 @@ def all_orders(rank: int, world: int) -> list[str]:
         for step in order:
             steps[step](model)
         kinds = (names(model[1]), names(model[2]), isinstance(model[1], pc.SyncBatchNorm))
-        right = ["LeanCode", "_Microbatched", "_Gathered", "_Checkpointed"]
-        if kinds != (["_Synced", "_Checkpointed"], right, True):
+        right = ["LeanCode", "_Microbatched", "_Checkpointed", "_Gathered"]
+        if kinds != (["_Checkpointed", "_Synced"], right, True):
             wrong.append(f"{order}: {kinds}")
         try:
             torch.testing.assert_close(outcome(model, pd.gather), expected)
@@ -150,3 +150,34 @@ def test_a_class_derived_from_a_wrapped_one() -> None:
     text = r"^checkpoint_modules: Derived is a subclass of a checkpointed class and has no plain form$"
     with pytest.raises(TypeError, match=text):
         pc.checkpoint_modules(Derived(), ())
+
+
+def test_a_class_derived_from_a_converted_one() -> None:
+    """FSDP derives one from the class of each module that it shards."""
+    model = pc.convert(nn.Sequential(nn.Conv2d(3, 3, 1), Attention()), functional=True)
+    model[1].__class__ = type("Derived", (type(model[1]),), {})
+    assert "1" in pc.convert_report(model).converted
+    assert type(copy.deepcopy(model)[1]) is type(model[1])
+    pc.convert(model, functional=True)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(TypeError, match=r"^revert: Derived is a subclass of a converted class and has no plain form$"):
+        pc.revert(model)
+    assert [type(module) for module in model.modules()] == before
+    pc.checkpoint_modules(model, "1")
+    assert names(model[1]) == ["_Checkpointed"]
+
+
+def test_a_forward_that_somebody_wraps_later() -> None:
+    """Profilers and accelerate put a function around a module's forward, on the instance."""
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    expected = model(torch.ones(4, 3, 8, 8))
+    pc.microbatch_modules(model, "0", 2)
+    inner, calls = model[0].forward, []
+
+    def outer(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return inner(x)
+
+    model[0].forward = outer
+    torch.testing.assert_close(model(torch.ones(4, 3, 8, 8)), expected)
+    assert calls == [4]
