@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line. A command's help is its module's docstring."""
     top = Parser(
         prog=PROGRAM,
-        description="Exact convolutions for PyTorch in the memory of their input and output alone.",
+        description="Convolutional networks in less memory, with the same results to rounding.",
         epilog=f"`{PROGRAM} COMMAND --help` explains a command.",
     )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
