@@ -67,7 +67,7 @@ help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
 demo: export PATCHCONV_CUDA := $(DEMO_CUDA)
-demo: build $(DEMO_STAMP) ## a large photograph, stock beside patchconv_native: demo.png, memory.png
+demo: build $(DEMO_STAMP) ## a whole network on a large photograph, in 256 MiB: demo.png, memory.png
 	$(PY) -m patchconv_native demo
 
 test: build $(TEST_STAMP) $(DEMO_STAMP) ## every kind of test, the C++ ones too (PYTEST_ARGS, WORKERS)

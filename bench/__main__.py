@@ -27,6 +27,7 @@ SCRIPTS = (
     "conv_speed",
     "article",
     "whole_models",
+    "tile",
     "memory_trace",
     "spatial",
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 PASSES = ("fprop", "dgrad", "wgrad", "backward")
 STOCK, PATCH_CONV, OURS = "stock", "patch_conv", "ours"
+TYPES = DTYPES | {"tf32": torch.float32}
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -31,6 +33,8 @@ def backend(name: str, device: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Case:
+    """One square-kernel convolution with padding k // 2, in one type and layout."""
+
     channels: int
     outputs: int
     height: int
@@ -39,25 +43,49 @@ class Case:
     dtype: str = "float32"
     layout: str = "NCHW"
     batch: int = 1
+    stride: int = 1
+    groups: int = 1
+
+    @property
+    def shape(self) -> str:
+        batch = f"{self.batch}x" if self.batch > 1 else ""
+        ends = f"{self.channels} depthwise" if self.groups > 1 else f"{self.channels}->{self.outputs}"
+        stride = f" s{self.stride}" if self.stride > 1 else ""
+        return f"{batch}{ends} {self.height}x{self.width} k{self.kernel}{stride}"
 
     @property
     def name(self) -> str:
-        shape = f"{self.batch}x" if self.batch > 1 else ""
-        return f"{shape}{self.channels}->{self.outputs} {self.height}x{self.width} k{self.kernel} {self.dtype}"
+        return f"{self.shape} {self.dtype}"
+
+    @property
+    def padding(self) -> int:
+        return self.kernel // 2
+
+    @property
+    def input_size(self) -> tuple[int, int, int, int]:
+        return self.batch, self.channels, self.height, self.width
+
+    @property
+    def output_size(self) -> tuple[int, int, int, int]:
+        high, wide = ((n + 2 * self.padding - self.kernel) // self.stride + 1 for n in (self.height, self.width))
+        return self.batch, self.outputs, high, wide
+
+    @property
+    def weight_size(self) -> tuple[int, int, int, int]:
+        return self.outputs, self.channels // self.groups, self.kernel, self.kernel
 
     @property
     def input_bytes(self) -> int:
-        return self.batch * self.channels * self.height * self.width * DTYPES[self.dtype].itemsize
+        return prod(self.input_size) * TYPES[self.dtype].itemsize
 
     @property
     def output_bytes(self) -> int:
-        side = 2 * (self.kernel // 2) - self.kernel + 1  # 0 for odd kernels
-        places = (self.height + side) * (self.width + side)
-        return self.batch * self.outputs * places * DTYPES[self.dtype].itemsize
+        return prod(self.output_size) * TYPES[self.dtype].itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return (self.outputs * self.channels * self.kernel**2 + self.outputs) * DTYPES[self.dtype].itemsize
+        """Of weight and bias."""
+        return (prod(self.weight_size) + self.outputs) * TYPES[self.dtype].itemsize
 
     @property
     def bytes(self) -> int:
@@ -67,7 +95,7 @@ class Case:
     @property
     def flop(self) -> int:
         """Of one pass: a multiplication and an addition a product."""
-        return 2 * self.output_bytes // DTYPES[self.dtype].itemsize * self.channels * self.kernel**2
+        return 2 * prod(self.output_size) * prod(self.weight_size[1:])
 
     def with_(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -78,11 +106,12 @@ class Case:
     def module(self, implementation: str = STOCK, splits: int | None = None, device: str = "cpu") -> nn.Module:
         """The convolution by one of the implementations; all have the same weights."""
         generator = torch.Generator().manual_seed(0)
-        conv = nn.Conv2d(self.channels, self.outputs, self.kernel, padding=self.kernel // 2)
+        ends = (self.channels, self.outputs)
+        conv = nn.Conv2d(*ends, self.kernel, self.stride, self.padding, groups=self.groups)
         with torch.no_grad():
             for parameter in conv.parameters():
                 parameter.uniform_(-1, 1, generator=generator).div_(self.channels**0.5 * self.kernel)
-        conv = conv.to(device, DTYPES[self.dtype]).to(memory_format=LAYOUTS[self.layout])
+        conv = conv.to(device, TYPES[self.dtype]).to(memory_format=LAYOUTS[self.layout])
         if implementation == PATCH_CONV:
             import patch_conv
 
@@ -94,23 +123,23 @@ class Case:
         return conv
 
     def input(self, device: str = "cpu") -> Tensor:
-        return self._filled(self.channels, self.height, self.width, device)
+        return self._filled(self.input_size, device)
 
     def gradient(self, device: str = "cpu") -> Tensor:
         """Of the output."""
-        side = 2 * (self.kernel // 2) - self.kernel + 1
-        return self._filled(self.outputs, self.height + side, self.width + side, device)
+        return self._filled(self.output_size, device)
 
-    def _filled(self, channels: int, height: int, width: int, device: str) -> Tensor:
+    def _filled(self, size: tuple[int, int, int, int], device: str) -> Tensor:
         """Noise, the same block over and over: fresh random numbers by the gigabyte take too long."""
-        flat = torch.empty(self.batch * channels * height * width, dtype=DTYPES[self.dtype], device=device)
+        flat = torch.empty(prod(size), dtype=TYPES[self.dtype], device=device)
         block = torch.randn(min(flat.numel(), 1_000_003), device=device).to(flat.dtype)
         for begin in range(0, flat.numel(), block.numel()):
             part = flat[begin : begin + block.numel()]
             part.copy_(block[: part.numel()])
         if self.layout == "channels_last":
-            return flat.view(self.batch, height, width, channels).permute(0, 3, 1, 2)
-        return flat.view(self.batch, channels, height, width)
+            batch, channels, height, width = size
+            return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+        return flat.view(size)
 
 
 def prepare(case: Case, module: nn.Module, pass_: str, device: str = "cpu") -> Callable[[], Any]:

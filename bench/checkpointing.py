@@ -26,15 +26,11 @@ from . import measure, report
 from .launch import launch
 from .measure import MIB
 from .resnet import training_step
+from .xray_model import DenseBlock, Run, plain
 
 # Layers, batch and side of the pictures, seconds of timing, rounds under DDP.
 SIZES = {"full": (100, 32, 32, 40.0, 3), "small": (40, 16, 32, 5.0, 2), "tiny": (10, 4, 8, 0.1, 1)}
 GROWTH, RANKS = 12, 2
-Run = Callable[..., Tensor]
-
-
-def plain(fn: Callable[..., Tensor], *args: Any) -> Tensor:
-    return fn(*args)
 
 
 def torch_checkpoint(fn: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -51,34 +47,6 @@ FORMS: dict[str, tuple[Run, bool]] = {
 }
 
 
-class DenseLayer(nn.Module):
-    def __init__(self, channels: int, run: Run) -> None:
-        super().__init__()
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv1 = nn.Conv2d(channels, 4 * GROWTH, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(4 * GROWTH)
-        self.conv2 = nn.Conv2d(4 * GROWTH, GROWTH, 3, padding=1, bias=False)
-        self.run = run
-
-    def bottleneck(self, *features: Tensor) -> Tensor:
-        return self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.conv2(F.relu(self.norm2(self.run(self.bottleneck, *features))))
-
-
-class DenseBlock(nn.Module):
-    def __init__(self, channels: int, layers: int, run: Run) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DenseLayer(channels + i * GROWTH, run) for i in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for layer in self.layers:
-            features.append(layer(*features))
-        return torch.cat(features, 1)
-
-
 def network(form: str, depth: int) -> nn.Module:
     """Three dense blocks, with transitions that halve channels and sides; ten classes."""
     torch.manual_seed(0)
@@ -86,7 +54,7 @@ def network(form: str, depth: int) -> nn.Module:
     channels = 2 * GROWTH
     model = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False))
     for block in range(3):
-        model.append(DenseBlock(channels, (depth - 4) // 6, run))
+        model.append(DenseBlock(channels, (depth - 4) // 6, GROWTH, run))
         channels += (depth - 4) // 6 * GROWTH
         model.extend([nn.BatchNorm2d(channels), nn.ReLU()])
         if block < 2:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import cases
-from .cases import LAYOUTS
+from .cases import LAYOUTS, Case
 from .measure import GIB
 
 DTYPES = {"bfloat16": torch.bfloat16, "tf32": torch.float32}
@@ -24,66 +24,22 @@ REFERENCE = {"bfloat16": 798e12, "tf32": 399e12, "bytes": 3.0e12}
 
 
 @dataclass(frozen=True)
-class ConvJob:
-    """One square-kernel convolution with padding k // 2, in one type and layout."""
-
-    source: str  # where it is from
-    channels: int
-    outputs: int
-    height: int
-    width: int
-    kernel: int
-    stride: int = 1
-    groups: int = 1
-    batch: int = 1
+class ConvJob(Case):
     dtype: str = "bfloat16"
-    layout: str = "NCHW"
+    source: str = ""
+    """Where it is from."""
 
     @property
     def name(self) -> str:
-        shape = f"{self.batch}x" if self.batch > 1 else ""
-        ends = f"{self.channels} depthwise" if self.groups > 1 else f"{self.channels}->{self.outputs}"
-        stride = f" s{self.stride}" if self.stride > 1 else ""
-        return f"{shape}{ends} {self.height}x{self.width} k{self.kernel}{stride}"
+        return self.shape
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {self.layout}"
-
-    @property
-    def padding(self) -> int:
-        return self.kernel // 2
-
-    @property
-    def input_size(self) -> tuple[int, int, int, int]:
-        return self.batch, self.channels, self.height, self.width
-
-    @property
-    def output_size(self) -> tuple[int, int, int, int]:
-        high, wide = ((n + 2 * self.padding - self.kernel) // self.stride + 1 for n in (self.height, self.width))
-        return self.batch, self.outputs, high, wide
-
-    @property
-    def weight_size(self) -> tuple[int, int, int, int]:
-        return self.outputs, self.channels // self.groups, self.kernel, self.kernel
-
-    @property
-    def places(self) -> int:
-        return self.batch * self.output_size[2] * self.output_size[3]
+        return f"{self.shape} {self.dtype} {self.layout}"
 
     @property
     def elements(self) -> int:
         """Of the larger of input and output."""
-        return max(self.batch * self.channels * self.height * self.width, self.places * self.outputs)
-
-    @cached_property
-    def bytes(self) -> int:
-        """Input, weight, bias and output, once each."""
-        sizes = (torch.Size(size).numel() for size in (self.input_size, self.weight_size, self.output_size))
-        return (sum(sizes) + self.outputs) * DTYPES[self.dtype].itemsize
-
-    @property
-    def flop(self) -> int:
-        return 2 * self.places * self.outputs * self.weight_size[1] * self.kernel**2
+        return max(prod(self.input_size), prod(self.output_size))
 
     @property
     def floor_ms(self) -> float:
@@ -121,17 +77,20 @@ class ConvJob:
 
 def _of_cases() -> list[ConvJob]:
     order = [*cases.ROOFLINE, *cases.PATCH_CONV_PEAKS, *cases.PATCH_CONV_SPEED, *cases.PATCH_CONV_SWEEP]
-    jobs = [ConvJob("bench.cases", c.channels, c.outputs, c.height, c.width, c.kernel, batch=c.batch) for c in order]
+    jobs = [ConvJob(**asdict(case) | {"dtype": "bfloat16", "source": "bench.cases"}) for case in order]
     return list(dict.fromkeys(jobs))
 
 
 def resnet50(batch: int = 32) -> list[ConvJob]:
     """Every distinct convolution of torchvision's at 224 squared."""
-    jobs = [ConvJob("ResNet-50", 3, 64, 224, 224, 7, 2, batch=batch)]
+    jobs = []
 
     def add(channels: int, outputs: int, side: int, kernel: int, stride: int = 1) -> None:
-        jobs.append(ConvJob("ResNet-50", channels, outputs, side, side, kernel, stride, batch=batch))
+        jobs.append(
+            ConvJob(channels, outputs, side, side, kernel, stride=stride, batch=batch, source="ResNet-50")
+        )  # fmt: skip
 
+    add(3, 64, 224, 7, 2)
     before = 64
     for width, side, stride in ((64, 56, 1), (128, 28, 2), (256, 14, 2), (512, 7, 2)):
         add(before, width, side * stride, 1)
@@ -148,25 +107,29 @@ def decoder(side: int) -> list[ConvJob]:
     """The 3x3 convolutions of an AutoencoderKL's decoder for an image of this side."""
     ends = [(512, 512, 8), (512, 512, 4), (512, 512, 2), (512, 256, 2), (256, 256, 2), (256, 256, 1), (256, 128, 1),
             (128, 128, 1), (128, 3, 1)]  # fmt: skip
-    return [ConvJob("diffusion decoder", c, k, side // part, side // part, 3) for c, k, part in ends]
+    return [ConvJob(c, k, side // part, side // part, 3, source="diffusion decoder") for c, k, part in ends]
 
 
 def mobilenet_v2(batch: int = 32) -> list[ConvJob]:
     """Every distinct depthwise convolution of torchvision's at 224 squared."""
     layers = [(32, 112, 1), (96, 112, 2), (144, 56, 1), (144, 56, 2), (192, 28, 1), (192, 28, 2), (384, 14, 1),
               (576, 14, 1), (576, 14, 2), (960, 7, 1)]  # fmt: skip
-    return [ConvJob("MobileNetV2", c, c, side, side, 3, stride, c, batch) for c, side, stride in layers]
+    return [
+        ConvJob(c, c, side, side, 3, batch=batch, stride=stride, groups=c, source="MobileNetV2")
+        for c, side, stride in layers
+    ]
 
 
-LARGE_DEPTHWISE = ConvJob("64-bit", 64, 64, 6144, 6144, 3, groups=64, layout="channels_last")  # over 2^31 elements
+# Over 2^31 elements.
+LARGE_DEPTHWISE = ConvJob(64, 64, 6144, 6144, 3, layout="channels_last", groups=64, source="64-bit")
 
 
 def jobs(size: str) -> Iterator[ConvJob]:
     """The most important first."""
     if size == "tiny":
         for layout in LAYOUTS:
-            yield ConvJob("tiny", 8, 8, 20, 20, 3, layout=layout)
-            yield ConvJob("tiny", 8, 8, 20, 20, 3, 2, groups=8, dtype="tf32", layout=layout)
+            yield ConvJob(8, 8, 20, 20, 3, layout=layout, source="tiny")
+            yield ConvJob(8, 8, 20, 20, 3, "tf32", layout, stride=2, groups=8, source="tiny")
         return
     published = _of_cases()
     layers = [*resnet50(), *mobilenet_v2(), *decoder(1024), *decoder(2048)]

@@ -129,7 +129,7 @@ def probe_large(device: str, layout: str, side: int, channels: int = 16, groups:
     """Forward, both gradients and their places near the marks, bfloat16, by the project's kernels: the largest error in
     units of its bound, and what was wrong.
     """
-    job = ConvJob("large", channels, channels, side, side, 3, groups=groups, layout=layout)
+    job = ConvJob(channels, channels, side, side, 3, layout=layout, groups=groups)
     where = places(job.input_size, layout)
     worst, wrong = 0.0, []
 

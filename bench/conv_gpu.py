@@ -21,16 +21,18 @@ from torch import Tensor
 import patchconv_native as pc
 
 from . import conv_cases, conv_errors, conv_rivals, measure
-from .cases import UNIT
+from .cases import LAYOUTS, UNIT
 from .conv_cases import AT_MOST, AUTO, DTYPES, NATIVE, PASSES, ConvJob, peak_gib, targets
 from .conv_rivals import OURS, STOCK, Call
-from .gpu_measure import Deadline, Save, Timer, first_line, guarded
+from .gpu_measure import Deadline, Save, Timer, first_line, guarded, in_time
 from .measure import GIB, MIB, Spread
 
 SECONDS = {"full": 0.1, "tiny": 0.0}  # of one of the two visits to a way
 AHEAD = 12  # jobs: three cases in both types and layouts
-PROBES = [(mark, layout, groups) for mark in conv_errors.LARGE for layout in ("NCHW", "channels_last")
-          for groups in (1, 16)]  # fmt: skip
+PROBES = {
+    f"{mark} {layout}{' depthwise' if groups > 1 else ''}": (mark, layout, groups)
+    for mark in conv_errors.LARGE for layout in LAYOUTS for groups in (1, 16)
+}  # fmt: skip
 
 
 def who(call: Call, pass_: str) -> dict[str, Any]:
@@ -170,12 +172,10 @@ def judged(job: ConvJob, pass_: str, row: dict[str, Any], h100: bool) -> dict[st
 
 def probes(size: str, device: str, rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """More than 2^31 and 2^32 elements, at probed places."""
-    missing = []
-    for mark, layout, groups in PROBES:
-        name = f"{mark} {layout}{' depthwise' if groups > 1 else ''}"
-        if left() <= 0:
-            missing.append(f"convs: elements past {name}")
-            continue
+    missing: list[str] = []
+    for name, (mark, layout, groups) in in_time(
+        PROBES.items(), left, missing, lambda one: f"convs: elements past {one[0]}"
+    ):
         side = conv_errors.LARGE[mark] if size == "full" else 24
         found = guarded(partial(_probe, device, layout, side, groups), device)
         rows.append({"name": name, "elements": 16 * side * side} | found)
@@ -197,13 +197,10 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
     data |= {"rows": [], "probes": []}
     timer, jobs = Timer(device), list(conv_cases.jobs(size))
-    missing = []
+    missing: list[str] = []
 
     def visit(wanted: list[tuple[ConvJob, str]]) -> None:
-        for job, pass_ in wanted:
-            if left() <= 0:
-                missing.append(f"convs: {job} {pass_}")
-                continue
+        for job, pass_ in in_time(wanted, left, missing, lambda one: f"convs: {one[0]} {one[1]}"):
             work = partial(measured, job, pass_, device, timer, SECONDS[size])
             found = guarded(work, device, tidy=job.bytes > GIB)
             row = job.facts() | {"pass": pass_} | found

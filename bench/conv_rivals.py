@@ -137,13 +137,9 @@ RIVALS: dict[str, Callable[[ConvJob, Tensor, Tensor, Tensor], Call]] = {
 }
 
 
-def same_type(job: ConvJob, *tensors: Tensor) -> bool:
-    return all(tensor.dtype == DTYPES[job.dtype] for tensor in tensors)
-
-
 def forward_calls(job: ConvJob, tensors: tuple[Tensor, Tensor, Tensor], device: str) -> dict[str, Callable[[], Call]]:
     """Ways by name; each is made when it is asked for, and may then raise what keeps it from running."""
-    assert same_type(job, *tensors)
+    assert all(tensor.dtype == DTYPES[job.dtype] for tensor in tensors)
     ours: dict[str, Callable[[], Call]] = {
         side: partial(under, backend, lambda: fused(job, *tensors), device) for side, backend in OURS.items()
     }

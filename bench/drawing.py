@@ -10,12 +10,9 @@ FLOOR = "#222222"
 
 def canvas(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
     """A figure of this size in inches, and its axes in rows."""
-    # Without pyplot: no window system, and nothing kept open.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from patchconv_native.memory.plot import new_figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -30,8 +27,7 @@ def foot(figure: Any, data: dict[str, Any]) -> None:
 
 
 def bare(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def bars(axes: Any, names: list[str], label: str, room: float = 1.0) -> None:

@@ -130,7 +130,7 @@ def convs(run: Run) -> None:
     print(report_gpu.conv_targets(data["rows"]), flush=True)
 
 
-def _measured(run: Run, part: str) -> None:
+def cases(part: str, run: Run) -> None:
     torch.backends.cudnn.benchmark = True
     run.data["limits"] = limits = gpu_measure.device_limits(run.device)
     print(f"device: copy {limits['copy_gb_s']:.0f} GB/s, bf16 {limits['bf16_tflop_s']:.1f} TFLOP/s", flush=True)
@@ -139,14 +139,6 @@ def _measured(run: Run, part: str) -> None:
     work = gpu_measure.memory if part == "memory" else gpu_measure.speed
     missing = work(run.size, run.device, limits, rows, run.save, run.left)
     run.missing({"memory": "memory of", "speed": "time of"}[part], missing)
-
-
-def memory(run: Run) -> None:
-    _measured(run, "memory")
-
-
-def speed(run: Run) -> None:
-    _measured(run, "speed")
 
 
 # What there is to do, and seconds of the total that it may take; what one leaves, the last gets.
@@ -159,8 +151,8 @@ PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
     "pools": (partial(kernels, "pools"), 26.0),
     "dropout": (partial(kernels, "dropout"), 11.0),
     "convs": (convs, 70.0),
-    "memory": (memory, 40.0),
-    "speed": (speed, 50.0),
+    "memory": (partial(cases, "memory"), 40.0),
+    "speed": (partial(cases, "speed"), 50.0),
 }
 TOTAL = sum(seconds for _, seconds in PARTS.values())
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from . import gpu_norms, measure
 from .cases import DTYPES, LAYOUTS, OURS, STOCK, backend
 from .gpu_jobs import COPY, NEAR_COPY, OF_COPY, OF_STOCK, SIZES, Bound, Job
-from .gpu_measure import Deadline, Save, Timer, guarded
+from .gpu_measure import Deadline, Save, Timer, guarded, in_time
 from .measure import Spread
 
 ops, aten = torch.ops.patchconv, torch.ops.aten
@@ -181,12 +181,9 @@ def timed(job: Job, device: str, timer: Timer, seconds: float) -> dict[str, Any]
 
 def measure_section(section: str, size: str, device: str, rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """Fills `rows` with a section's times; returns the names of what there was no time for."""
-    missing = []
+    missing: list[str] = []
     timer = Timer(device)
-    for job in SECTIONS[section](size):
-        if left() <= 0:
-            missing.append(f"{section}: {job}")
-            continue
+    for job in in_time(SECTIONS[section](size), left, missing, lambda job: f"{section}: {job}"):
         row = job.facts | guarded(partial(timed, job, device, timer, SECONDS[size]), device)
         rows.append(row)
         outcome = row.get("error") or (

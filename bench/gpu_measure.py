@@ -15,10 +15,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -85,6 +85,18 @@ def guarded(measured: Callable[[], dict[str, Any]], device: str, tidy: bool = Tr
     return result
 
 
+Item = TypeVar("Item")
+
+
+def in_time(items: Iterable[Item], left: Deadline, missing: list[str], name: Callable[[Item], str]) -> Iterator[Item]:
+    """The items that there is time for; the names of the others are added to `missing`."""
+    for item in items:
+        if left() > 0:
+            yield item
+        else:
+            missing.append(name(item))
+
+
 def bind(case: Case, variant: Variant, pass_: str, device: str) -> Callable[[], Any]:
     laid = case.with_(layout=variant.layout)
     module = laid.module(variant.implementation, variant.splits, device)
@@ -119,11 +131,8 @@ def _peaks(case: Case, variant: Variant, pass_: str, device: str) -> dict[str, A
 
 def memory(size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """Fills `rows` with peaks; returns the names of what there was no time for."""
-    missing = []
-    for case, pass_, variants in work(size):
-        if left() <= 0:
-            missing.append(f"memory of {case.name} {pass_}")
-            continue
+    missing: list[str] = []
+    for case, pass_, variants in in_time(work(size), left, missing, lambda one: f"memory of {one[0].name} {one[1]}"):
         for variant in variants:
             row = row_of(case, pass_, variant, limits)
             row |= _measured(variant, partial(_peaks, case, variant, pass_, device), device)
@@ -188,13 +197,10 @@ def _visit(
 
 def speed(size: str, device: str, limits: dict[str, float], rows: list[Any], save: Save, left: Deadline) -> list[str]:
     """Fills `rows` with times; returns the names of what there was no time for."""
-    missing = []
+    missing: list[str] = []
     timer = Timer(device)
     budget = 0.3 if size == "full" else 0.01
-    for case, pass_, variants in work(size):
-        if left() <= 0:
-            missing.append(f"time of {case.name} {pass_}")
-            continue
+    for case, pass_, variants in in_time(work(size), left, missing, lambda one: f"time of {one[0].name} {one[1]}"):
         found: dict[str, dict[str, Any]] = {v.name: row_of(case, pass_, v, limits) for v in variants}
         samples: dict[str, list[float]] = {v.name: [] for v in variants}
         for _ in range(2):

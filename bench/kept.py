@@ -11,17 +11,18 @@ holds.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from patchconv_native.memory.sizes import storage, tensors
 
 from . import tables
 from .measure import MIB
@@ -31,32 +32,19 @@ Storages = dict[int, tuple[StorageWeakRef, int]]
 """Address to a reference, which keeps the address but not the memory from being used again, and bytes."""
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in what a model returns or an operator takes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(item)
-    elif dataclasses.is_dataclass(value):
-        yield from tensors(vars(value))
-
-
 def _add(found: Storages, values: Iterable[Tensor], unless: Storages) -> None:
     for tensor in values:
-        try:
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory of its own
+        if (memory := storage(tensor)) is None:  # sparse, or a subclass without memory of its own
             continue
+        reference = StorageWeakRef(memory)
         if reference.cdata not in found and reference.cdata not in unless:
-            found[reference.cdata] = reference, storage.nbytes()
+            found[reference.cdata] = reference, memory.nbytes()
 
 
 def _alive(found: Storages) -> int:
     """Bytes of those that still exist, at their present size."""
-    storages = (torch.UntypedStorage._new_with_weak_ptr(address) for address in found)
-    return sum(storage.nbytes() for storage in storages if storage is not None)
+    memories = (torch.UntypedStorage._new_with_weak_ptr(address) for address in found)
+    return sum(memory.nbytes() for memory in memories if memory is not None)
 
 
 class _NewStorages(TorchDispatchMode):

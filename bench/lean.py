@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from . import kept, measure, report
+from . import kept, measure, report, resnet
 
 # Share of stock's bytes that DESIGN wants reached, within 3 %.
 FLOORS = {
@@ -53,14 +53,12 @@ def rivals() -> list[str]:
 
 
 def network(name: str) -> nn.Module:
-    torch.manual_seed(0)
     if name.startswith("AutoencoderKL"):
         from diffusers.models.autoencoders.vae import Decoder
 
+        torch.manual_seed(0)
         return Decoder(4, 3, ("UpDecoderBlock2D",) * 2, (64, 128), layers_per_block=2, norm_num_groups=32).train()
-    import torchvision
-
-    return getattr(torchvision.models, name)(weights=None).train()
+    return resnet.model(name).train()
 
 
 def image(name: str, side: int, batch: int) -> Tensor:

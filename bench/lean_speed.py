@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 import patchconv_native as pc
 
-from . import measure, report
+from . import measure, report, resnet
+from .cases import LAYOUTS
 from .measure import MIB
-from .resnet import training_step
 
 TARGET, RATE = 1.03, 0.9
 RELU = (0, 0.0, 0.0)  # csrc/core/mask.h
@@ -30,21 +30,18 @@ ELEMENTS = {"full": 64 * MIB, "small": 4 * MIB, "tiny": MIB // 4}
 
 
 def steps(size: str) -> list[dict[str, Any]]:
-    import torchvision
-
     rows = []
     side = 224 if size == "full" else 32
     for name, batch in list(STEPS.items())[: None if size != "tiny" else 1]:
-        for layout, format in {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}.items():
-            torch.manual_seed(0)
-            stock = getattr(torchvision.models, name)(weights=None).to(memory_format=format)
+        for layout, format in LAYOUTS.items():
+            stock: Any = resnet.model(name).to(memory_format=format)
             sides = {
                 "stock": stock,
                 "convert": pc.convert(copy.deepcopy(stock)),
                 "functional": pc.convert(copy.deepcopy(stock), functional=True),
             }
             x = torch.randn(batch, 3, side, side).to(memory_format=format)
-            calls = {form: training_step(model, x) for form, model in sides.items()}
+            calls = {form: resnet.training_step(model, x) for form, model in sides.items()}
             timed = measure.paired(calls, SECONDS[size], warm=2, most=60)
             row: dict[str, Any] = {"model": name, "batch": batch, "picture": side, "layout": layout}
             row |= timed.facts("stock")

@@ -24,7 +24,8 @@ import patchconv_native as pc
 from patchconv_native.memory import MemoryReport
 from patchconv_native.planner import BudgetError
 
-from . import measure, report, tables
+from . import measure, report, resnet, tables
+from .cases import LAYOUTS
 from .measure import MIB
 
 TARGETS = {"overhead": 0.10, "prediction": 0.05}
@@ -39,7 +40,6 @@ PREDICTED = {
     "small": ("resnet18", "mobilenet_v2"),
     "tiny": ("squeezenet1_1",),
 }  # fmt: skip
-LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 # Model, and budget in units of the peak that is predicted for it as it is.
 PLANNED = {
     "full": (("resnet18", 0.8), ("resnet50", 0.6), ("mobilenet_v2", 0.5), ("densenet121", 0.3)),
@@ -52,10 +52,7 @@ SECONDS = {"full": 8.0, "small": 2.0, "tiny": 0.1}
 
 
 def network(name: str) -> nn.Module:
-    import torchvision
-
-    torch.manual_seed(0)
-    return getattr(torchvision.models, name)(weights=None).train()
+    return resnet.model(name).train()
 
 
 def converted(model: nn.Module, form: str) -> nn.Module:

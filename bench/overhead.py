@@ -9,6 +9,7 @@ for a forward call.
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import time
@@ -58,7 +59,7 @@ def block(module: nn.Module, x: Tensor, mode: str) -> Callable[[int], None]:
 def time_mode(module: nn.Module, x: Tensor, mode: str, blocks: int, calls: int) -> dict[str, Any]:
     """Microseconds a call of both sides, and what ours adds."""
     x = x.clone().requires_grad_(mode != "no_grad")
-    stock, ours = block(module, x, mode), block(pc.convert(_copy(module)), x, mode)
+    stock, ours = block(module, x, mode), block(pc.convert(copy.deepcopy(module)), x, mode)
     samples: dict[str, list[float]] = {"stock": [], "ours": []}
     for run in (stock, ours):
         run(calls)
@@ -78,12 +79,6 @@ def time_mode(module: nn.Module, x: Tensor, mode: str, blocks: int, calls: int) 
         "added": added.facts(3),
         "added_least": round(times["ours"].least - times["stock"].least, 3),
     }
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(module)
 
 
 def measure_all(size: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from . import (
     report_lean,
     report_memory,
     report_spatial,
+    report_tile,
     report_whole_models,
     report_xray,
     tables,
@@ -56,6 +57,7 @@ REPORTS = {
         "The memory log of a ResNet-18, and a smaller peak", report_article.sections, report_article.figure
     ),
     "whole_models": Report("Whole models: memory of a call", report_whole_models.sections),
+    "tile": Report("Whole networks strip by strip", report_tile.sections, report_tile.figure),
     "memory_trace": Report("Traces, predictions and plans, on the CPU", report_memory.sections),
     "spatial": Report("One image on several ranks", report_spatial.sections, report_spatial.figure),
     "xray": Report("A DenseNet on large pictures, on several ranks", report_xray.sections, report_xray.figure),

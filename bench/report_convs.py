@@ -43,6 +43,8 @@ def _workspace(row: Row | None) -> str:
 
 def conv_memory_figure(data: Row) -> Any:
     """Bars of all memory in use at the peak; across them the floor: input, weight and result."""
+    from patchconv_native._bytes import format_bytes
+
     rows = data["rows"]
     if not any("workspace" in row for row in rows):
         return None
@@ -60,10 +62,9 @@ def conv_memory_figure(data: Row) -> Any:
                 if "error" in row:
                     ax.text(0, place + offset, f" {row['error']}", va="center", fontsize=6.5)
                     continue
-                total, extra = floor + row["workspace"] / GIB, row["workspace"] / MIB
+                total = floor + row["workspace"] / GIB
                 ax.barh(place + offset, total, 0.25, color=COLOURS[row["implementation"]])
-                text = f"+{extra / 1024:.2f} GiB" if extra >= 1000 else f"+{extra:.0f} MiB"
-                ax.text(total, place + offset, f" {text}", va="center", fontsize=6.5)
+                ax.text(total, place + offset, f" +{format_bytes(row['workspace'])}", va="center", fontsize=6.5)
                 ax.plot([floor, floor], [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
         ax.set_title(PASS_TITLES[pass_], fontsize=9)
         names = ["" if column else f"{name}\n{layout}" for name, layout in groups]

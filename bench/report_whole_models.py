@@ -18,6 +18,11 @@ TITLES = {
     "pc checkpoints": "`pc.checkpoint_modules` of the blocks",
     "functional, pc checkpoints": "`pc.convert(model, functional=True)` and `pc.checkpoint_modules`",
     "plan": "`pc.plan`",
+    "tile": "`pc.tile_modules(model)`",
+    "tile, channels_last": "`pc.tile_modules(model)`, channels_last",
+    "tile, 64MiB": '`pc.tile_modules(model, budget="64MiB")`',
+    "tile, 128MiB": '`pc.tile_modules(model, budget="128MiB")`',
+    "tile, 512MiB": '`pc.tile_modules(model, budget="512MiB")`',
 }
 TEXT = (
     "Float32, random weights, batch 1 unless noted. Peak: the most that torch allocates in a call above what was there "

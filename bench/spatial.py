@@ -23,13 +23,13 @@ import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
 
 from . import measure, report
+from .cases import LAYOUTS
 from .launch import launch
 
 # Side of the image, channels, rounds of timing.
 SIZES = {"full": (512, 32, 1), "small": (256, 16, 1), "tiny": (64, 8, 1)}
 RANKS = (1, 2, 4)
 TARGET = 1.1
-LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 class UNet(nn.Module):

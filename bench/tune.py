@@ -31,6 +31,7 @@ import patchconv_native as pc
 from patchconv_native import conv_rules
 
 from . import cases, measure, report, tune_rules
+from .conv_rivals import under
 from .gpu_measure import Timer, guarded
 from .tune_rules import DTYPES, LAYOUTS, PASSES, Point
 
@@ -75,12 +76,8 @@ class Shape:
         return Point(self.pass_, self.dtype, self.layout, self.groups, self.sources, self.outputs, self.kernel**2,
                      self.stride, self.images * self.side**2, ratio)  # fmt: skip
 
-    @property
-    def tensors(self) -> torch.dtype:
-        return torch.float32 if self.dtype == "tf32" else cases.DTYPES[self.dtype]
-
     def _noise(self, channels: int, side: int, device: str) -> Tensor:
-        x = torch.randn(self.images, channels, side, side, dtype=self.tensors, device=device)
+        x = torch.randn(self.images, channels, side, side, dtype=cases.TYPES[self.dtype], device=device)
         return x.contiguous(memory_format=cases.LAYOUTS[self.layout])
 
     def input(self, device: str) -> Tensor:
@@ -92,7 +89,7 @@ class Shape:
     def module(self, device: str) -> nn.Module:
         conv = nn.Conv2d(self.groups * self.sources, self.groups * self.outputs, self.kernel, self.stride,
                          self.kernel // 2, groups=self.groups, bias=False)  # fmt: skip
-        return pc.convert(conv.to(device, self.tensors).to(memory_format=cases.LAYOUTS[self.layout]))
+        return pc.convert(conv.to(device, cases.TYPES[self.dtype]).to(memory_format=cases.LAYOUTS[self.layout]))
 
 
 def ends_of(kind: str, size: str) -> list[tuple[int, int, int]]:
@@ -129,17 +126,12 @@ def calls_of(shape: Shape, device: str) -> dict[str, Callable[[], Any]]:
     module, x = shape.module(device), shape.input(device)
     gradient = shape.gradient(device) if shape.pass_ != "fprop" else x
 
-    def under(backend: str) -> Callable[[], Any]:
-        with pc.backend(backend):
+    def made(backend: str) -> Callable[[], Any]:
+        with cases.backend(backend, device):
             call = cases.prepare_with(module, x, lambda: gradient, shape.pass_)
+        return under(backend, call, device)
 
-        def run() -> Any:
-            with pc.backend(backend):
-                return call()
-
-        return run
-
-    return {side: under(side) for side in (CUDNN, OWN)}
+    return {side: made(side) for side in (CUDNN, OWN)}
 
 
 def own_kernel_ran(call: Callable[[], Any], pass_: str) -> bool:

@@ -1,11 +1,12 @@
-"""Whole models: what conversion, checkpoints and plans save of the memory that one call needs.
+"""Whole models: what conversion, tiles, checkpoints and plans save of the memory that one call needs.
 
-Six cases: the decoder of a diffusers AutoencoderKL, decoding and training; ResNet-18's features of a large image; a
-U-Net on a large image, and training; a training step of EfficientNetV2-S. Every form (stock, channels_last, converted,
-with checkpoints, ...) runs in a process of its own: the peak of what torch allocates in a call, above the parameters
-and the input and without the result, and beside it the growth of the process. Rivals run beside us: torch's
-checkpoints around the same blocks, and diffusers' own tiled decoding, whose error is given too. Times are taken in
-turn, all forms of a case in one process; `--rounds 0` leaves them out.
+Seven cases: the decoder of a diffusers AutoencoderKL, decoding and training; ResNet-18's and MobileNetV2's
+features of a large image; a U-Net on a large image, and training; a training step of EfficientNetV2-S. Every
+form (stock, channels_last, converted, by tiles, with checkpoints, ...) runs in a process of its own: the peak
+of what torch allocates in a call, above the parameters and the input and without the result, and beside it the
+growth of the process. Rivals run beside us: torch's checkpoints around the same blocks, and diffusers' own
+tiled decoding, whose error is given too. Times are taken in turn, all forms of a case in one process; `--rounds
+0` leaves them out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
 
-from . import measure, report
+from . import measure, report, resnet
 from .measure import MIB
 
 
@@ -84,10 +85,9 @@ class Decoder(nn.Module):
         return self.vae.decode(latent).sample
 
 
-def torchvision_model(name: str) -> nn.Module:
-    import torchvision
-
-    return getattr(torchvision.models, name)(weights=None)
+def mobilenet(side: int) -> nn.Module:
+    features: Any = resnet.model("mobilenet_v2").features
+    return features
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,12 @@ class Case:
 LAYOUT, CONVERT = "channels_last", ("convert", "functional")
 STEP = ("stock", LAYOUT, *CONVERT, "functional, channels_last")
 CHECKPOINTED = (*STEP, "torch checkpoints", "pc checkpoints", "functional, pc checkpoints")
+TILED = ("tile", "tile, channels_last", "tile, 128MiB")
 CASES = {
     "decoder": Case(
         "AutoencoderKL decoder to 1024x1024, no gradients", Decoder, {"full": 1024, "tiny": 64}, False,
-        ("stock", LAYOUT, *CONVERT, "functional, channels_last", "diffusers' tiling"), latent=True,
+        ("stock", LAYOUT, *CONVERT, "functional, channels_last", "diffusers' tiling", "tile", "tile, 512MiB"),
+        latent=True,
     ),
     "decoder step": Case(
         "AutoencoderKL decoder to 512x512, training step", Decoder, {"full": 512, "tiny": 64}, True, CHECKPOINTED,
@@ -123,16 +125,22 @@ CASES = {
     ),
     "features": Case(
         "ResNet-18 features of 2048x2048, no gradients",
-        lambda side: nn.Sequential(*list(torchvision_model("resnet18").children())[:-2]),
-        {"full": 2048, "tiny": 64}, False, STEP,
+        lambda side: nn.Sequential(*list(resnet.model().children())[:-2]),
+        {"full": 2048, "tiny": 64}, False, (*STEP, *TILED),
     ),
-    "unet": Case("U-Net, 1536x1536, no gradients", lambda side: UNet(), {"full": 1536, "tiny": 64}, False, STEP),
+    "mobilenet": Case(
+        "MobileNetV2 features of 2048x2048, no gradients", mobilenet,
+        {"full": 2048, "tiny": 64}, False, ("stock", LAYOUT, "convert", *TILED),
+    ),
+    "unet": Case(
+        "U-Net, 1536x1536, no gradients", lambda side: UNet(), {"full": 1536, "tiny": 64}, False, (*STEP, *TILED)
+    ),
     "unet step": Case(
         "U-Net, 768x768, training step", lambda side: UNet(), {"full": 768, "tiny": 64}, True,
         (*CHECKPOINTED, "plan"), blocks=("Block",),
     ),
     "efficientnet step": Case(
-        "EfficientNetV2-S, batch 8 at 224x224, training step", lambda side: torchvision_model("efficientnet_v2_s"),
+        "EfficientNetV2-S, batch 8 at 224x224, training step", lambda side: resnet.model("efficientnet_v2_s"),
         {"full": 224, "tiny": 64}, True, STEP, batch=8,
     ),
 }  # fmt: skip
@@ -171,6 +179,9 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
     if form == "torch checkpoints":
         for module in [m for m in model.modules() if is_block("", m)]:
             module.forward = functools.partial(torch_checkpoint, module.forward, use_reentrant=False)
+    if form.startswith("tile"):
+        budget = form.partition(", ")[2]
+        pc.tile_modules(model, "", None if budget in ("", LAYOUT) else budget)
     if form.startswith(CONVERT):
         pc.convert(model, functional=form.startswith("functional"))
     if "pc checkpoints" in form:

@@ -9,6 +9,7 @@ same number gives the same picture at every size.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,27 +39,38 @@ class Net:
 NETS = {"full": Net((6, 12, 32, 32), 32, 64), "small": Net((4, 8, 8, 4), 16, 32), "tiny": Net((2, 3), 8, 16)}
 
 
+Run = Callable[..., Tensor]
+
+
+def plain(fn: Callable[..., Tensor], *args: Any) -> Tensor:
+    return fn(*args)
+
+
 class DenseLayer(nn.Module):
     """torchvision's, but that it takes features one by one: a list that grows later would be another one when a
-    checkpoint runs again.
+    checkpoint runs again. run: how the bottleneck is run.
     """
 
-    def __init__(self, channels: int, growth: int) -> None:
+    def __init__(self, channels: int, growth: int, run: Run = plain) -> None:
         super().__init__()
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv1 = nn.Conv2d(channels, 4 * growth, 1, bias=False)
         self.norm2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
 
+        self.run = run
+
+    def bottleneck(self, *features: Tensor) -> Tensor:
+        return self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
+
     def forward(self, *features: Tensor) -> Tensor:
-        x = self.conv1(F.relu(self.norm1(torch.cat(features, 1))))
-        return self.conv2(F.relu(self.norm2(x)))
+        return self.conv2(F.relu(self.norm2(self.run(self.bottleneck, *features))))
 
 
 class DenseBlock(nn.Module):
-    def __init__(self, channels: int, layers: int, growth: int) -> None:
+    def __init__(self, channels: int, layers: int, growth: int, run: Run = plain) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(DenseLayer(channels + i * growth, growth) for i in range(layers))
+        self.layers = nn.ModuleList(DenseLayer(channels + i * growth, growth, run) for i in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]

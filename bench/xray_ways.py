@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import patchconv_native as pc
 from patchconv_native import _library
 from patchconv_native.distributed import scatter, spatial
-from patchconv_native.memory.timeline import ENTER, LEAVE, MEMORY
+from patchconv_native.memory.timeline import STEP, timeline
 
 from . import xray_model
 from .xray_model import NETS, DenseBlock, DenseLayer
@@ -113,28 +113,21 @@ class Watch:
             torch.cuda.reset_peak_memory_stats()
             self.kept = torch.cuda.memory_allocated() - self.before
         else:
-            self.census.enter(0)
+            self.census.enter(STEP["forward"])
 
     def end(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - self.before)
         else:
-            self.census.leave(0)
+            self.census.leave(STEP["forward"])
 
     def close(self) -> dict[str, int]:
         """The peak, and what was there as the last step that was watched began."""
         if self.device == "cpu":
             self.census.stop()
-            events, level, inside = self.census.events(), 0, False
-            for kind, size in zip(events["kind"], events["bytes"], strict=True):
-                if kind == MEMORY:
-                    level += size
-                elif kind in (ENTER, LEAVE):
-                    inside = kind == ENTER
-                    self.kept = level if inside else self.kept
-                if inside:
-                    self.peak = max(self.peak, level)
+            steps = timeline(self.census.events(), 0, [], 1e-9, {}).phases
+            self.peak, self.kept = max(step.peak for step in steps), steps[-1].before
         return {"peak": self.peak, "kept": self.kept}
 
 

@@ -1,4 +1,4 @@
-"""Features of an image that is larger than usual: a pretrained-style network, converted, without gradients.
+"""Features of a large image: the first layers of a network, converted, without gradients.
 
     python large_image.py --side 4096
     python large_image.py --image photo.jpg --limit 16MiB

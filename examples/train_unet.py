@@ -1,8 +1,8 @@
-"""Trains a U-Net on images that do not fit: convert, checkpoint by hand, or let the planner choose.
+"""Trains a U-Net on images that do not fit: convert it, add checkpoints by hand, or let `pc.plan` choose.
 
 python train_unet.py --side 512 --budget 1GiB      # pc.plan chooses what to turn on
 python train_unet.py --side 512 --checkpoint       # the blocks are checkpoints, the rest is converted
-python train_unet.py --side 512 --stock            # PyTorch as it is
+python train_unet.py --side 512 --stock            # stock PyTorch
 """
 
 import argparse
@@ -32,11 +32,11 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
+        skips = []
         for level, block in enumerate(self.down):
             x = block(nn.functional.max_pool2d(x, 2) if level else x)
-            kept.append(x)
-        for up, join, skip in zip(self.up, self.join, kept[-2::-1], strict=True):
+            skips.append(x)
+        for up, join, skip in zip(self.up, self.join, skips[-2::-1], strict=True):
             x = join(torch.cat([up(x), skip], 1))
         return self.head(x)
 

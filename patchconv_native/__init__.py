@@ -9,6 +9,7 @@
     y = pc.functional.group_norm(x, 32)         # torch.nn.functional's functions, which save less
     y = pc.checkpoint(block, x)                 # recomputed in backward; batch norm's statistics are updated once
     y = pc.microbatch(stage, x, chunks=8)       # the activations of one chunk, batch norm over the whole batch
+    y = pc.tile(model, x, budget="512MiB")      # the whole network strip by strip, the same numbers
     report = pc.memory.trace(model, x)          # where a step's memory goes, measured or predicted
     plan = pc.plan(model, x, budget="6GiB")     # what to turn on so that it fits
 
@@ -40,6 +41,8 @@ from .modules import (  # noqa: E402
 )
 from .planner import BudgetError, Frontier, Plan, max_batch, max_size, plan  # noqa: E402
 from .settings import backend, last_path, recompute, record_paths, workspace_limit  # noqa: E402
+from .spatial import NotServed  # noqa: E402
+from .tiles import TilePlan, tile, tile_modules, tile_plan  # noqa: E402
 
 flops.register()
 conv_rules.load()
@@ -74,7 +77,9 @@ __all__ = [
     "Explanation",
     "Frontier",
     "NotBuiltError",
+    "NotServed",
     "Plan",
+    "TilePlan",
     "backend",
     "build_info",
     "checkpoint",
@@ -97,5 +102,8 @@ __all__ = [
     "recompute",
     "record_paths",
     "revert",
+    "tile",
+    "tile_modules",
+    "tile_plan",
     "workspace_limit",
 ] + [layer.__name__ for layer in layers.LAYERS.values()]

@@ -18,13 +18,15 @@ from types import ModuleType
 from typing import NoReturn
 
 from . import demo, info
-from .commands import bench, plan, trace
+from .commands import bench, plan, tile, trace
 from .commands.errors import Failed, Mistake, near
 from .memory.labels import flat
 
 SCRIPT = "patchconv"
 PROGRAM = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m patchconv_native"
-COMMANDS: dict[str, ModuleType] = {"info": info, "trace": trace, "plan": plan, "bench": bench, "demo": demo}
+COMMANDS: dict[str, ModuleType] = {
+    "info": info, "trace": trace, "plan": plan, "tile": tile, "bench": bench, "demo": demo,
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
-from .wrap import Wrapped, on_base, put_on, reduced_as, refuse_derived, take_off, without_kinds
+from .wrap import Wrapped, add_kind, on_base, reduced_as, refuse_derived, remove_kinds, without_kinds
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,16 +35,16 @@ class ConvertReport:
     left: dict[str, str] = field(default_factory=dict)
     """Module name to the reason it was left alone."""
     nothing_to_gain: dict[str, str] = field(default_factory=dict)
-    """Module name to the reason: a stock layer that saves no more than it must stays as it is."""
+    """Module name to the reason: a stock layer that saves no more than it must stays a stock layer."""
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.converted)} layers converted, {len(self.left)} left alone, "
-            f"{len(self.nothing_to_gain)} with nothing to gain"
+            f"{len(self.converted)} {'layer' if len(self.converted) == 1 else 'layers'} converted, "
+            f"{len(self.left)} left alone, {len(self.nothing_to_gain)} with nothing to gain"
         ]
         lines += [f"  {name or '(the model)'}: {kind}" for name, kind in self.converted.items()]
         lines += [f"  {name or '(the model)'}: left alone: {reason}" for name, reason in self.left.items()]
-        lines += [f"  {name or '(the model)'}: as it is: {reason}" for name, reason in self.nothing_to_gain.items()]
+        lines += [f"  {name or '(the model)'}: nothing to gain: {why}" for name, why in self.nothing_to_gain.items()]
         return "\n".join(lines)
 
 
@@ -254,7 +254,7 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
             if isinstance(module, Split):
                 module._splits = entries
     for module in with_code:
-        put_on(module, LeanCode)
+        add_kind(module, LeanCode)
     modules = dict(model.named_modules())
     left = {
         name: reason
@@ -283,7 +283,7 @@ def revert(model: Model) -> Model:
             vars(module).pop("_splits", None)
             module.__class__ = cls
     for module in model.modules():
-        take_off(module, LeanCode)
+        remove_kinds(module, LeanCode)
     return model
 
 

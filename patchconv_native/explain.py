@@ -45,26 +45,19 @@ class Explanation:
     reason: str
 
     def __str__(self) -> str:
-        name = f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}"
-        if self.path == "stock":
-            rows = [name, "  path       stock (one call)", f"  workspace  {format_bytes(self.workspace_bytes)}"]
-            return "\n".join([*rows, f"  why        {self.reason}"])
-        stock = format_bytes(self.stock_workspace_bytes)
-        workspace = f"  workspace  {format_bytes(self.workspace_bytes)} (one stock call: {stock})"
-        if self.path == "native":
-            pieces = "" if max(self.tiles) == 1 else f", in {' x '.join(map(str, self.tiles))} pieces"
-            rows = [name, f"  path       native: {self.kernel}{pieces}", workspace]
-            return "\n".join([*rows, f"  why        {self.reason}"])
-        return "\n".join(
-            [
-                name,
-                f"  path       tiled: {' x '.join(map(str, self.tiles))} tiles an image, "
-                f"{self.batch_step} image{'s' if self.batch_step > 1 else ''} at a time",
-                f"  halo       {self.halo_percent:.2f} % read more than once",
-                workspace,
-                f"  why        {self.reason}",
-            ]
-        )
+        pieces = " x ".join(map(str, self.tiles))
+        images = f"{self.batch_step} image{'s' if self.batch_step > 1 else ''}"
+        path = {
+            "stock": "stock (one call)",
+            "native": f"native: {self.kernel}" + ("" if max(self.tiles, default=1) == 1 else f", in {pieces} pieces"),
+            "tiled": f"tiled: {pieces} tiles an image, {images} at a time",
+        }[self.path]
+        stock = "" if self.path == "stock" else f" (one stock call: {format_bytes(self.stock_workspace_bytes)})"
+        rows = [f"{self.operator} {_shape(self.input_size)} -> {_shape(self.output_size)}", f"  path       {path}"]
+        if self.path == "tiled":
+            rows.append(f"  halo       {self.halo_percent:.2f} % read more than once")
+        rows += [f"  workspace  {format_bytes(self.workspace_bytes)}{stock}", f"  why        {self.reason}"]
+        return "\n".join(rows)
 
 
 def _shape(size: Sequence[int]) -> str:
@@ -133,7 +126,7 @@ def explain(
     padding = module.padding
     if isinstance(padding, str):
         padding = same_padding(module.kernel_size, module.dilation) if padding == "same" else [0]
-    plan = _C.plan(
+    tile_plan = _C.plan(
         input=list(size),
         weight=list(weight.shape),
         stride=list(module.stride),
@@ -151,16 +144,5 @@ def explain(
         device=device.type,
         pass_=pass_,
     )
-    return Explanation(
-        operator=f"conv{'_transpose' if transposed else ''}{dims}d",
-        path=plan["path"],
-        kernel=plan["kernel"],
-        tiles=tuple(plan["tiles"]),
-        batch_step=plan["batch_step"],
-        halo_percent=plan["halo_percent"],
-        workspace_bytes=plan["workspace_bytes"],
-        stock_workspace_bytes=plan["stock_workspace_bytes"],
-        input_size=size,
-        output_size=tuple(plan["output_size"]),
-        reason=plan["reason"],
-    )
+    tile_plan |= {"tiles": tuple(tile_plan["tiles"]), "output_size": tuple(tile_plan["output_size"])}
+    return Explanation(operator=f"conv{'_transpose' if transposed else ''}{dims}d", input_size=size, **tile_plan)

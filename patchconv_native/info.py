@@ -11,6 +11,7 @@ import platform
 import sys
 
 from ._bytes import format_bytes
+from .memory.labels import aligned
 
 # The dispatch keys under which this library, or torch for it, may register kernels, in the order of a call: transforms,
 # autocast, autograd, then the backends. A name that this torch does not have is left out.
@@ -117,13 +118,9 @@ def _conv_rules() -> list[str]:
 
 
 def _print_plain(found: dict[str, str], table: dict[str, list[str]]) -> None:
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:<{width}}  {value}")
+    print(aligned(found.items(), "<<"))
     print(f"\n{len(table)} operators and their dispatch keys")
-    width = max(map(len, table), default=0)
-    for name, keys in table.items():
-        print(f"{name:<{width}}  {' '.join(keys) or 'none'}")
+    print(aligned(((name, " ".join(keys) or "none") for name, keys in table.items()), "<<"))
 
 
 def _print_rich(found: dict[str, str], table: dict[str, list[str]]) -> None:

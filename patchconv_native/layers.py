@@ -64,9 +64,9 @@ globals().update({cls.__name__: cls for cls in LAYERS.values()})
 
 # Stock layers that save no more than they must, with the reason that convert_report gives.
 NOTHING_TO_GAIN = {
-    nn.Bilinear: "stock keeps its inputs alone",
-    nn.Embedding: "stock keeps indices alone",
-    nn.PixelShuffle: "stock keeps sizes alone",
-    nn.PixelUnshuffle: "stock keeps sizes alone",
-    nn.Softmax: "stock keeps its output, which is usually needed again",
+    nn.Bilinear: "stock saves only its inputs",
+    nn.Embedding: "stock saves only indices",
+    nn.PixelShuffle: "stock saves only sizes",
+    nn.PixelUnshuffle: "stock saves only sizes",
+    nn.Softmax: "stock saves its output, which is usually needed again",
 }

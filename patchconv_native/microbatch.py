@@ -25,11 +25,9 @@ from torch.nn.utils import stateless
 
 from . import _library
 from .lean import in_lean, lean
-from .microbatch_norm import Call, Norm, Watch, norms_in_training
+from .microbatch_norm import HALF, Call, Norm, Watch, norms_in_training
 from .settings import all_settings, set_all_settings
 from .wrap import forwards
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Stop(BaseException):
@@ -44,7 +42,7 @@ _here = _OfThread()
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def _layout(tensor: Tensor) -> torch.memory_format:

@@ -13,13 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
-from . import _library
 from .lean import ForwardInLean
 from .wrap import parts
 
-_library.load()
 _ops = torch.ops.patchconv
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _AT_ONCE = 2**17  # elements that are held in higher precision at a time (one sample, if it is larger)
 
 
@@ -78,7 +76,7 @@ def _affine(grad: Tensor, input: Tensor, of_grad: Tensor, of_input: Tensor, shif
     It is rounded once: the sum of the result over a channel is zero, and an error that all its elements share would
     add up there.
     """
-    exact = torch.float32 if input.dtype in _HALF else torch.float64
+    exact = torch.float32 if input.dtype in HALF else torch.float64
     if input.dtype == torch.float32 and input.is_cuda:
         exact = torch.float32  # most GPUs are slow in float64
     shape = (-1, *[1] * (input.dim() - 2))

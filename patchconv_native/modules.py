@@ -1,12 +1,12 @@
 """The convolution modules: torch.nn's classes with the same constructors, attributes and state_dict, plus `splits`.
 
-Each class overrides only the call of the operator. `splits` is the number of pieces that the output is cut into: an
+Only the call of the operator is another. `splits` is the number of pieces that the output is cut into: an
 int, a tuple with one entry a spatial dimension, or None for automatic. It may be changed at any time.
 """
 
 # No postponed annotations here: TorchScript reads the real types.
 import inspect
-from typing import Any, Callable, List, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,20 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     return entries
 
 
-def _signature(stock: type, init: Callable[..., None]) -> inspect.Signature:
-    """The stock constructor's parameters and `splits`, for help()."""
-    parameters = list(inspect.signature(stock.__init__).parameters.values())  # type: ignore[misc]
-    return inspect.Signature([*parameters, inspect.signature(init).parameters["splits"]])
+def _constructor(cls: Any, stock: Any) -> Any:
+    """The stock constructor with `splits`. Its signature is the stock one's with that, for help()."""
+
+    def __init__(self: Any, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
+        entries = checked_splits(cls.__name__, cls._dims, splits)
+        super(cls, self).__init__(*args, **kwargs)
+        self._splits = entries
+
+    parameters = [
+        *inspect.signature(stock.__init__).parameters.values(),
+        inspect.signature(__init__).parameters["splits"],
+    ]
+    __init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return __init__
 
 
 class Split(nn.Module):
@@ -44,10 +54,14 @@ class Split(nn.Module):
     __jit_unused_properties__ = ["splits"]
     _dims: int
 
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None: ...
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls) and cls.__bases__[0] is Split:
-            cls.__init__.__signature__ = _signature(cls.__bases__[1], cls.__init__)  # type: ignore[attr-defined]
+        if "_dims" in vars(cls):
+            cls.__init__ = _constructor(cls, cls.__bases__[1])  # type: ignore[method-assign]
 
     @property
     def splits(self) -> Splits:
@@ -66,7 +80,70 @@ class Split(nn.Module):
         return text if self._splits is None else f"{text}, splits={self.splits}"
 
 
-class Conv1d(Split, nn.Conv1d):
+class _Conv(Split, nn.modules.conv._ConvNd):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        padding = self.padding
+        if isinstance(padding, str):
+            # torch has (before, after) of the last dimension first, the operator of the first.
+            last = self._reversed_padding_repeated_twice
+            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
+        else:
+            pads = padding  # type: ignore[assignment]
+        if torch.jit.is_scripting():
+            dims = len(self.kernel_size)
+            if dims == 1:
+                return torch.ops.patchconv.conv1d(
+                    input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                    padding_mode=self.padding_mode, splits=self._splits,
+                )  # fmt: skip
+            elif dims == 2:
+                return torch.ops.patchconv.conv2d(
+                    input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                    padding_mode=self.padding_mode, splits=self._splits,
+                )  # fmt: skip
+            else:
+                return torch.ops.patchconv.conv3d(
+                    input, weight, bias, self.stride, pads, self.dilation, self.groups,
+                    padding_mode=self.padding_mode, splits=self._splits,
+                )  # fmt: skip
+        return functional.conv(
+            self._dims, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode,
+            self._splits,
+        )  # fmt: skip
+
+
+class _ConvTranspose(Split, nn.modules.conv._ConvTransposeNd):
+    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
+        stride, padding, dilation, dims = self.stride, self.padding, self.dilation, len(self.kernel_size)
+        if self.padding_mode != "zeros":
+            name = "ConvTranspose" + str(dims) + "d"
+            raise ValueError(name + ": expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
+        assert isinstance(padding, tuple)
+        output_padding = self._output_padding(
+            input, output_size, stride, padding, self.kernel_size, dims, dilation  # type: ignore[arg-type]
+        )  # fmt: skip
+        if torch.jit.is_scripting():
+            if dims == 1:
+                return torch.ops.patchconv.conv_transpose1d(
+                    input, self.weight, self.bias, stride, padding, output_padding, self.groups, dilation,
+                    splits=self._splits,
+                )  # fmt: skip
+            elif dims == 2:
+                return torch.ops.patchconv.conv_transpose2d(
+                    input, self.weight, self.bias, stride, padding, output_padding, self.groups, dilation,
+                    splits=self._splits,
+                )  # fmt: skip
+            else:
+                return torch.ops.patchconv.conv_transpose3d(
+                    input, self.weight, self.bias, stride, padding, output_padding, self.groups, dilation,
+                    splits=self._splits,
+                )  # fmt: skip
+        return functional.conv_transpose(
+            dims, input, self.weight, self.bias, stride, padding, output_padding, self.groups, dilation, self._splits
+        )
+
+
+class Conv1d(_Conv, nn.Conv1d):
     """torch.nn.Conv1d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.Conv1d, and `splits`. Input (N, C, L) or (C, L); output and errors as
@@ -76,29 +153,8 @@ class Conv1d(Split, nn.Conv1d):
     _dims = 1
     _splits: Optional[List[int]]
 
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("Conv1d", 1, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        if isinstance(self.padding, str):
-            # torch has (before, after) of the last dimension first, the operator of the first.
-            last = self._reversed_padding_repeated_twice
-            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
-        else:
-            pads = self.padding  # type: ignore[assignment]
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv1d(
-                input, weight, bias, self.stride, pads, self.dilation, self.groups,
-                padding_mode=self.padding_mode, splits=self._splits,
-            )  # fmt: skip
-        return functional.conv(
-            1, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
-        )
-
-
-class Conv2d(Split, nn.Conv2d):
+class Conv2d(_Conv, nn.Conv2d):
     """torch.nn.Conv2d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.Conv2d, and `splits`. Input (N, C, H, W) or (C, H, W); output and errors as
@@ -108,29 +164,8 @@ class Conv2d(Split, nn.Conv2d):
     _dims = 2
     _splits: Optional[List[int]]
 
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("Conv2d", 2, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        if isinstance(self.padding, str):
-            # torch has (before, after) of the last dimension first, the operator of the first.
-            last = self._reversed_padding_repeated_twice
-            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
-        else:
-            pads = self.padding  # type: ignore[assignment]
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv2d(
-                input, weight, bias, self.stride, pads, self.dilation, self.groups,
-                padding_mode=self.padding_mode, splits=self._splits,
-            )  # fmt: skip
-        return functional.conv(
-            2, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
-        )
-
-
-class Conv3d(Split, nn.Conv3d):
+class Conv3d(_Conv, nn.Conv3d):
     """torch.nn.Conv3d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.Conv3d, and `splits`. Input (N, C, D, H, W) or (C, D, H, W); output and errors as
@@ -140,29 +175,8 @@ class Conv3d(Split, nn.Conv3d):
     _dims = 3
     _splits: Optional[List[int]]
 
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("Conv3d", 3, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        if isinstance(self.padding, str):
-            # torch has (before, after) of the last dimension first, the operator of the first.
-            last = self._reversed_padding_repeated_twice
-            pads = [last[len(last) - 2 - i + 2 * (i % 2)] for i in range(len(last))]
-        else:
-            pads = self.padding  # type: ignore[assignment]
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv3d(
-                input, weight, bias, self.stride, pads, self.dilation, self.groups,
-                padding_mode=self.padding_mode, splits=self._splits,
-            )  # fmt: skip
-        return functional.conv(
-            3, input, weight, bias, self.stride, pads, self.dilation, self.groups, self.padding_mode, self._splits
-        )
-
-
-class ConvTranspose1d(Split, nn.ConvTranspose1d):
+class ConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
     """torch.nn.ConvTranspose1d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.ConvTranspose1d, and `splits`. Input (N, C, L) or (C, L); output and errors as
@@ -172,36 +186,8 @@ class ConvTranspose1d(Split, nn.ConvTranspose1d):
     _dims = 1
     _splits: Optional[List[int]]
 
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("ConvTranspose1d", 1, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
 
-    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
-        if self.padding_mode != "zeros":
-            raise ValueError("ConvTranspose1d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
-        assert isinstance(self.padding, tuple)
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            1,
-            self.dilation,  # type: ignore[arg-type]
-        )
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv_transpose1d(
-                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-                splits=self._splits,
-            )  # fmt: skip
-        return functional.conv_transpose(
-            1, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-            self._splits,
-        )  # fmt: skip
-
-
-class ConvTranspose2d(Split, nn.ConvTranspose2d):
+class ConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
     """torch.nn.ConvTranspose2d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.ConvTranspose2d, and `splits`. Input (N, C, H, W) or (C, H, W); output and errors as
@@ -211,36 +197,8 @@ class ConvTranspose2d(Split, nn.ConvTranspose2d):
     _dims = 2
     _splits: Optional[List[int]]
 
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("ConvTranspose2d", 2, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
 
-    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
-        if self.padding_mode != "zeros":
-            raise ValueError("ConvTranspose2d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
-        assert isinstance(self.padding, tuple)
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            2,
-            self.dilation,  # type: ignore[arg-type]
-        )
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv_transpose2d(
-                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-                splits=self._splits,
-            )  # fmt: skip
-        return functional.conv_transpose(
-            2, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-            self._splits,
-        )  # fmt: skip
-
-
-class ConvTranspose3d(Split, nn.ConvTranspose3d):
+class ConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
     """torch.nn.ConvTranspose3d, computed in tiles where one call would need more memory than `workspace_limit()`.
 
     Args: those of torch.nn.ConvTranspose3d, and `splits`. Input (N, C, D, H, W) or (C, D, H, W); output and errors as
@@ -249,34 +207,6 @@ class ConvTranspose3d(Split, nn.ConvTranspose3d):
 
     _dims = 3
     _splits: Optional[List[int]]
-
-    def __init__(self, *args: Any, splits: Splits = None, **kwargs: Any) -> None:
-        entries = checked_splits("ConvTranspose3d", 3, splits)
-        super().__init__(*args, **kwargs)
-        self._splits = entries
-
-    def forward(self, input: Tensor, output_size: Optional[List[int]] = None) -> Tensor:
-        if self.padding_mode != "zeros":
-            raise ValueError("ConvTranspose3d: expected padding_mode to be 'zeros', got '" + self.padding_mode + "'")
-        assert isinstance(self.padding, tuple)
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            3,
-            self.dilation,  # type: ignore[arg-type]
-        )
-        if torch.jit.is_scripting():
-            return torch.ops.patchconv.conv_transpose3d(
-                input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-                splits=self._splits,
-            )  # fmt: skip
-        return functional.conv_transpose(
-            3, input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation,
-            self._splits,
-        )  # fmt: skip
 
 
 # Stock class -> the class of this package.

@@ -18,11 +18,12 @@ from ._bytes import parse_bytes
 _C = _library.load()
 
 
-class _Restore(AbstractContextManager[Any]):
-    """What a setter returns. As a context manager it sets the earlier value again at the block's end."""
+class _Set(AbstractContextManager[Any]):
+    """Sets a value. As a context manager it sets the earlier one again at the block's end."""
 
-    def __init__(self, value: Any, earlier: Any, setter: Callable[[Any], None]) -> None:
-        self._value, self._earlier, self._setter = value, earlier, setter
+    def __init__(self, value: Any, getter: Callable[[], Any], setter: Callable[[Any], None]) -> None:
+        self._value, self._earlier, self._setter = value, getter(), setter
+        setter(value)
 
     def __enter__(self) -> Any:
         return self._value
@@ -43,10 +44,7 @@ def workspace_limit(limit: int | str | None = None) -> Any:
     """
     if limit is None:
         return _C.workspace_limit()
-    earlier = _C.workspace_limit()
-    value = parse_bytes(limit, "workspace_limit")
-    _C.set_workspace_limit(value)
-    return _Restore(value, earlier, _C.set_workspace_limit)
+    return _Set(parse_bytes(limit, "workspace_limit"), _C.workspace_limit, _C.set_workspace_limit)
 
 
 def recompute(on: bool | None = None) -> Any:
@@ -59,9 +57,7 @@ def recompute(on: bool | None = None) -> Any:
         return _C.recompute()
     if not isinstance(on, bool):
         raise TypeError(f"recompute: expected True or False, got {on!r}")
-    earlier = _C.recompute()
-    _C.set_recompute(on)
-    return _Restore(on, earlier, _C.set_recompute)
+    return _Set(on, _C.recompute, _C.set_recompute)
 
 
 def backend(name: str | None = None) -> Any:
@@ -77,9 +73,7 @@ def backend(name: str | None = None) -> Any:
         return _C.backend()
     if not isinstance(name, str):
         raise ValueError(f"backend: expected 'auto', 'aten' or 'native', got {name!r}")
-    earlier = _C.backend()
-    _C.set_backend(name)
-    return _Restore(name, earlier, _C.set_backend)
+    return _Set(name, _C.backend, _C.set_backend)
 
 
 def last_path() -> dict[str, Any]:

@@ -1,15 +1,16 @@
-"""The one way to put a forward on a module and to take it off again: by the module's class.
+"""The one way to wrap another forward around a module's own, and to unwrap it: by the module's class.
 
-A kind is a class derived from `Wrapped`, whose forward calls the module's own. Putting it on a module gives the module
+A kind is a class derived from `Wrapped`, whose forward calls the module's own. Adding it to a module gives the module
 a class that is derived from the kind and from the module's own class, so parameters, buffers, hooks and state_dict stay
 what they were. A module may have several kinds. Their ranks say which is inside of which, whatever the order in which
-they were put on:
+they were added:
 
     0  functional code inside `lean()`            convert(functional=True)
     1  micro-batches                              microbatch_modules
     2  a checkpoint                               checkpoint_modules, plan
     3  statistics of all ranks (SyncBatchNorm)    distributed.spatial
     4  the whole image on every rank              distributed.spatial(gather=...)
+    5  strips                                     tile_modules
 
 Copies, pickles and torch.nn.utils.parametrize keep the kinds. TorchScript gets the module without them. `convert` and
 `revert` change the class below the kinds.
@@ -36,7 +37,7 @@ class Wrapped(nn.Module):
     _rank: int
     """The kind of the highest rank is outermost. A module has at most one kind of a rank."""
     _names: tuple[str, str]
-    """For error texts: the function that puts the kind on, and the adjective for such a module."""
+    """For error texts: the function that adds the kind, and the adjective for such a module."""
     _made_by: tuple[Callable[..., type[Wrapped]], tuple[Any, ...]] | None = None
     """Of a kind that was made at run time and that pickle cannot find by name: a function that makes it, and its
     arguments.
@@ -45,7 +46,7 @@ class Wrapped(nn.Module):
     """Of the class of a wrapped module: the class below the outermost kind."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles as those of the module's own class, with the kinds put on at the end."""
+        """Copies and pickles as those of the module's own class, with the kinds added at the end."""
         plain, kinds = parts(type(self))
         if not kinds:  # a class derived by hand
             return super().__reduce_ex__(protocol)
@@ -110,7 +111,7 @@ def wrapped_class(cls: type, kinds: Iterable[type[Wrapped]]) -> Any:
 def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
     """The class without its kinds, and the kinds, innermost first.
 
-    A class that others derived from the class of a wrapped module, as FSDP does, is taken as it is: its kinds are part
+    A class that others derived from the class of a wrapped module, as FSDP does, is not looked into: its kinds are part
     of it.
     """
     kinds: list[type[Wrapped]] = []
@@ -128,7 +129,7 @@ def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
 
 
 def refuse_derived(cls: type, family: type[Wrapped], owner: str | None = None) -> None:
-    """TypeError if kinds of this family cannot be taken off: others derived a class from one that has them."""
+    """TypeError if kinds of this family cannot be removed: others derived a class from one that has them."""
     plain = parts(cls)[0]
     if issubclass(plain, family):
         usual, adjective = plain._names
@@ -147,20 +148,20 @@ def _with_one_less(cls: type, family: type[Wrapped]) -> Any:
     return wrapped_class(plain, (one for one in kinds if not issubclass(one, family)))
 
 
-def put_on(module: nn.Module, kind: type[Wrapped]) -> None:
+def add_kind(module: nn.Module, kind: type[Wrapped]) -> None:
     """Wraps the module's forward in `kind`, in place of another kind of that rank."""
     if not isinstance(module, kind):
         module.__class__ = _with_one_more(type(module), kind)
 
 
-def take_off(module: nn.Module, family: type[Wrapped]) -> None:
-    """Takes the kinds off that are `family` or derived from it."""
+def remove_kinds(module: nn.Module, family: type[Wrapped]) -> None:
+    """Removes the kinds that are `family` or derived from it."""
     if isinstance(module, family):
         module.__class__ = _with_one_less(type(module), family)
 
 
-def undone(before: type, after: type, now: type) -> Any:
-    """The class `now` without what made `before` into `after`. Kinds put on or taken off since then stay so.
+def class_without(before: type, after: type, now: type) -> Any:
+    """The class `now` without what made `before` into `after`. Kinds added or removed since then stay so.
 
     None if the class below the kinds is not what it was in `after`.
     """
@@ -176,7 +177,7 @@ def undone(before: type, after: type, now: type) -> Any:
 
 @contextmanager
 def without_kinds(model: Any) -> Iterator[None]:
-    """Takes all kinds off a model's modules, and puts them on again at the end, whatever class those then have."""
+    """Removes all kinds from a model's modules, and adds them again at the end, whatever class those then have."""
     every: list[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else []
     found = [(module, *parts(type(module))) for module in every if isinstance(module, Wrapped)]
     for module, plain, _ in found:
@@ -208,7 +209,7 @@ def forwards(of: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 def temporary_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that `forwards` has put on the module, while it is there."""
+    """The forward that `forwards` has given the module, while it has it."""
     return _temporary.get(id(module))
 
 
@@ -234,7 +235,7 @@ def chosen_modules(owner: str, model: nn.Module, which: Any) -> dict[str, nn.Mod
 
 
 def reason_against(module: nn.Module, verb: str) -> str | None:
-    """Why no kind can be put on the module, or None. verb: what the kind does to it, for the text."""
+    """Why no kind can be added to the module, or None. verb: what the kind does to it, for the text."""
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         return f"a TorchScript module cannot change its class: {verb} before scripting"
@@ -250,7 +251,7 @@ def reason_against(module: nn.Module, verb: str) -> str | None:
 def wrap_modules(
     owner: str, verb: str, model: Model, which: Any, family: type[Wrapped], kind_of: Callable[[str], type[Wrapped]]
 ) -> Model:
-    """Puts kind_of(name) on the modules `which` of a model, and takes any other kind of the family off the rest."""
+    """Adds kind_of(name) to the modules `which` of a model, and removes the family's kinds from all others."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     chosen = chosen_modules(owner, model, which)

@@ -31,9 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: the garbage collector, which every trace of memory calls, need not
-    look at it again.
-    """
+    """What is collected by now stays: the garbage collector, which every trace of memory calls, need not look again."""
     gc.collect()
     gc.freeze()
 

@@ -5,8 +5,8 @@
 //
 // While it runs it takes the place of torch's profiler on this thread and on the threads that autograd passes
 // its state to. It keeps numbers only, no tensors. It does not see what an allocator does not report: on the
-// CPU, memory that was allocated before the census began, and memory that libraries take from malloc
-// themselves.
+// CPU, memory that was allocated before the census began, memory that libraries take from malloc themselves,
+// and what other threads release (gloo's let go of a tensor last, now and then).
 #pragma once
 
 #include <ATen/record_function.h>

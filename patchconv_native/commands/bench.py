@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import re
 import statistics
@@ -29,10 +28,11 @@ from torch import Tensor, nn
 import patchconv_native as pc
 
 from .._bytes import format_bytes
+from ..memory.labels import aligned
 from ..memory.trace import sum_of
 from . import models, options
 from .errors import Failed, Mistake, line, out_of_memory
-from .progress import Progress, wrote
+from .progress import Progress
 
 LEAST = 0.1
 """Seconds that a timing takes at least. A faster step runs several times."""
@@ -94,16 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         what = "out of memory" if out_of_memory(error) else "a step failed"
         raise Failed(f"{what} with an input of {options.dimensions(shape)}: {line(error)}") from error
     _print(name, shape, device, facts)
-    if arguments.json is not None:
-        facts = {"what": name, "input": list(shape), "device": str(device), "step": _step(arguments), **facts}
-        arguments.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        wrote([arguments.json])
+    step = {name: getattr(arguments, name) for name in ("eval", "amp", "optimizer", "channels_last", "functional")}
+    about = {"what": name, "input": list(shape), "device": str(device), "step": step}
+    options.write(arguments.json, {**about, **facts})
     return 0
-
-
-def _step(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("eval", "amp", "optimizer", "channels_last", "functional")
-    return {name: getattr(arguments, name) for name in names}
 
 
 def _measured(
@@ -128,7 +122,8 @@ def _measured(
         for side in sides:
             side.model.zero_grad(set_to_none=True)
             side.input.grad = None
-        reports = [_traced(side, arguments, device) for side in sides]
+        step = {**options.step(arguments, device), "amp": options.amp(arguments)}
+        reports = [pc.memory.trace(side.model, side.input, **step) for side in sides]
     ratios = [theirs[1] / theirs[0] for theirs in seconds]
     return {
         "torch": torch.__version__,
@@ -148,7 +143,7 @@ def _measured(
 def _side(model: nn.Module, x: Tensor, arguments: argparse.Namespace) -> Side:
     make = options.OPTIMIZERS.get(arguments.optimizer)
     optimizer = None if make is None else make([p for p in model.parameters() if p.requires_grad])
-    dtype = getattr(torch, arguments.amp) if arguments.amp else None
+    dtype = options.amp(arguments)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -182,30 +177,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _traced(side: Side, arguments: argparse.Namespace, device: torch.device) -> Any:
-    return pc.memory.trace(
-        side.model,
-        side.input,
-        optimizer=options.OPTIMIZERS.get(arguments.optimizer),
-        amp=getattr(torch, arguments.amp) if arguments.amp else None,
-        device=device,
-        train=not arguments.eval,
-    )
-
-
 def _print(name: str, shape: tuple[int, ...], device: torch.device, facts: dict[str, Any]) -> None:
     print(f"{name}, input {options.dimensions(shape)} ({device}, {facts['threads']} threads, torch {facts['torch']})")
     rows = [("", "stock", "converted", "ratio")]
     stock, ours = facts["median_seconds"]
     ratio = facts["ratio"]
     rows.append(("time of a step, median", _time(stock), _time(ours), f"{ratio['median']:.3f}"))
-    for key, title in (("peak", "peak memory"), ("transient", "above what was there"), ("saved", "kept for backward")):
+    for key, title in (("peak", "peak memory"), ("transient", "above what was there"), ("saved", "saved for backward")):
         one, other = facts[key]["stock"], facts[key]["converted"]
         rows.append((title, format_bytes(one), format_bytes(other), f"{other / one:.3f}" if one else ""))
-    wide = [max(len(row[i]) for row in rows) for i in range(4)]
-    for row in rows:
-        numbers = "".join(f"  {cell:>{columns}}" for cell, columns in zip(row[1:], wide[1:], strict=True))
-        print(f"{row[0]:<{wide[0]}}{numbers}".rstrip())
+    print(aligned(rows, "<>>>"))
     count = len(facts["seconds"]["stock"])
     print(f"ratios of {count} rounds of {facts['steps_a_timing']}: {ratio['least']:.3f} to {ratio['most']:.3f}")
     if ratio["least"] <= 1 <= ratio["most"]:

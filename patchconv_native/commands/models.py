@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..memory.fake import unlogged
 from .errors import Failed, Mistake, line, near, out_of_memory
 from .progress import note
 
@@ -46,12 +45,9 @@ class Source:
             raise Mistake(f"expected {self.name} to return a torch.nn.Module, got {type(model).__name__}")
         return model
 
+    @unlogged()
     def without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
         """Returns work(model) for the model on the meta device, or for a real one if that is not possible."""
-        with _unlogged():
-            return self._without_memory(work)
-
-    def _without_memory(self, work: Callable[[nn.Module], Answer]) -> Answer:
         try:
             with torch.device("meta"):
                 model = self.build()
@@ -70,18 +66,6 @@ class Source:
         model = self.build()
         note(f"the model {reason}: its parameters take memory")
         return work(model)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Silences torch's log of errors on fake tensors, which it also raises."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def find(text: str) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import patchconv_native as pc
 from .._bytes import parse_bytes
 from . import models
 from .errors import Failed, Mistake, line, near
+from .progress import wrote
 
 PICTURES = (".png", ".svg", ".pdf")
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -143,8 +145,24 @@ def files(**given: Path | None) -> list[Path]:
     return [path for path in given.values() if path is not None]
 
 
+def write(path: Path | None, facts: dict[str, Any]) -> None:
+    """Writes facts as JSON and says so, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        wrote([path])
+
+
 # --------------------------------------------------------------------------------------------------------
-# The model and its input
+# The step, the model and its input
+
+
+def amp(arguments: argparse.Namespace) -> torch.dtype | None:
+    return getattr(torch, arguments.amp) if arguments.amp else None
+
+
+def step(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What the options say of a step, as arguments of `memory.trace`, `plan`, `max_batch` and `max_size`."""
+    return {"optimizer": OPTIMIZERS.get(arguments.optimizer), "device": device, "train": not arguments.eval}
 
 
 def shape(arguments: argparse.Namespace, size: tuple[int, ...] = (224, 224)) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ that would do, and the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +77,7 @@ def _answer(model: nn.Module, arguments: argparse.Namespace, device: torch.devic
     shape = options.shape(arguments)
     model = options.ready(model, arguments)
     x = options.example(model, shape, arguments, "meta")
-    step: dict[str, Any] = {
-        "optimizer": options.OPTIMIZERS.get(arguments.optimizer),
-        "device": device,
-        "train": not arguments.eval,
-    }
+    step = options.step(arguments, device)
     try:
         if arguments.max_batch or arguments.max_size:
             return _largest(model, x, arguments, step)
@@ -106,18 +101,18 @@ def _largest(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, s
                 smallest = "a batch of 1" if arguments.max_batch else "the smallest size"
                 raise Failed(f"not even {smallest} fits into {format_bytes(arguments.budget)}") from error
             raise
-    how = "with the best plan for it" if arguments.planned else "with the model as it is"
+    how = "with the best plan for it" if arguments.planned else "with the unchanged model"
     value = found if arguments.max_batch else options.dimensions(found)
     budget = format_bytes(arguments.budget)
     print(f"{arguments.model} ({step['device']}): the largest {what} is {value}, {how} in {budget}")
     shape = (found, *x.shape[1:]) if arguments.max_batch else (*x.shape[:2], *found)
     facts = {f"max_{what}": found, "budget": arguments.budget, "planned": arguments.planned, "input": list(shape)}
-    _write(arguments, {**facts, "model": arguments.model, "device": str(step["device"])})
+    options.write(arguments.json, {**facts, "model": arguments.model, "device": str(step["device"])})
     return 0
 
 
 def _plan(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, step: dict[str, Any]) -> int:
-    step = {**step, "amp": getattr(torch, arguments.amp) if arguments.amp else None, "offload": arguments.offload}
+    step = {**step, "amp": options.amp(arguments), "offload": arguments.offload}
     frontier = arguments.frontier or arguments.plot is not None
     found: Any = None
     with Progress(arguments.quiet) as progress:
@@ -135,16 +130,10 @@ def _plan(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, step
         print(found)
     if frontier:
         facts = None if plan is None else plan.to_dict()
-        _write(arguments, {"plan": facts, "frontier": [one.to_dict() for one in found.plans]})
+        options.write(arguments.json, {"plan": facts, "frontier": [one.to_dict() for one in found.plans]})
     elif plan is not None:
-        _write(arguments, plan.to_dict())
+        options.write(arguments.json, plan.to_dict())
     if arguments.plot is not None:
         found.plot(arguments.plot)
         wrote([arguments.plot])
     return 0
-
-
-def _write(arguments: argparse.Namespace, facts: dict[str, Any]) -> None:
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        wrote([arguments.json])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ def wrote(paths: Iterable[Path]) -> None:
 
 
 class Progress:
-    """Progress on stderr: in a terminal with rich a bar, otherwise a line for each step; nothing if `quiet`."""
+    """Progress on stderr: in a terminal with rich a bar, otherwise a line for each step; nothing if `quiet`.
 
-    def __init__(self, quiet: bool, total: int | None = None) -> None:
-        self._quiet, self._total = quiet, total
+    left: whether the time left is shown.
+    """
+
+    def __init__(self, quiet: bool, total: int | None = None, left: bool = False) -> None:
+        self._quiet, self._total, self._left = quiet, total, left
+        self._begun: tuple[float, int] | None = None
         self._bar: Any = None
         self._last = ""
 
@@ -48,6 +53,7 @@ class Progress:
                 progress.BarColumn(),
                 progress.TextColumn("{task.completed}") if self._total is None else progress.MofNCompleteColumn(),
                 progress.TimeElapsedColumn(),
+                *([progress.TextColumn("left"), progress.TimeRemainingColumn()] if self._left else []),
             ]
             self._bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
@@ -65,3 +71,17 @@ class Progress:
         elif not self._quiet and text != self._last:
             print(text, file=sys.stderr, flush=True)
         self._last = text
+
+    def at(self, text: str, done: int, total: int) -> None:
+        """So much is done. Without a bar, a line for each tenth, with the time left."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=text, completed=done, total=total)
+            return
+        begun, first = self._begun = self._begun or (time.monotonic(), done)
+        if self._quiet or done * 10 // total == (done - 1) * 10 // total:
+            return
+        left = ""
+        if first < done < total:
+            seconds = (time.monotonic() - begun) / (done - first) * (total - done)
+            left = f", {seconds:.0f} s left" if seconds < 120 else f", {seconds / 60:.0f} min left"
+        print(f"{text} {done} of {total}{left}", file=sys.stderr, flush=True)

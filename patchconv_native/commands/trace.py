@@ -69,15 +69,8 @@ def _traced(model: nn.Module, arguments: argparse.Namespace, device: torch.devic
     _changed(model, arguments)
     x = options.example(model, shape, arguments, "meta" if arguments.fake else device)
     try:
-        return pc.memory.trace(
-            model,
-            x,
-            optimizer=options.OPTIMIZERS.get(arguments.optimizer),
-            amp=getattr(torch, arguments.amp) if arguments.amp else None,
-            device=device,
-            fake=arguments.fake,
-            train=not arguments.eval,
-        )
+        step = options.step(arguments, device)
+        return pc.memory.trace(model, x, amp=options.amp(arguments), fake=arguments.fake, **step)
     except Exception as error:
         if out_of_memory(error) and (report := getattr(error, "memory_report", None)) is not None:
             _give(report, arguments)

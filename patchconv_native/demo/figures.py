@@ -1,262 +1,220 @@
-"""Draws demo.png, the picture of directions, and memory.png, memory over time.
-
-In the picture of directions the hue of a pixel is the dominant direction of its lines, the brightness their strength.
-The hues lie on a circle in the OKLCh colour space (Ottosson, 2020), where equal angles look equally different and all
-hues equally bright.
-"""
+"""Draws demo.png, the pictures and what is wrong with blended tiles, and memory.png, memory over time."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
+from torch import Tensor
 
-from .._bytes import GIB, format_bytes
-from . import filters, report
-from .filters import Orientation
+from .._bytes import GIB, MIB, format_bytes
+from .network import STRIP_ROWS
 from .picture import Photo
-from .report import NoResult, StageResult
-from .worker import Outcome
+from .report import Results, megapixels, seconds
+from .worker import as_bytes
 
 DARK, LIGHT, DIM = "#0c0e13", "#eceff4", "#9aa3b2"
 STOCK, OURS, FLOOR = "#d1495b", "#00798c", "#6b7280"
-ZOOM = 0.2  # width of the close-up as a share of the picture's
+ACROSS = 14.0  # inches
+SHRUNK, CLOSE = 1000, 400  # pixels, about: the width of a whole picture, of a close-up (so that noise averages out)
+AMPLIFIED = 4  # the difference of two results
+FLAT = 4 / 255  # a range that counts as none
+FILLED, MOST_STRETCHED = 1.0, 8  # of the range, by what a close-up shows; the largest factor for that
+SHOWN_AT = 0.45  # brightness of what is middling in a close-up
+MOMENTS = 120  # of a memory curve, each with its highest sample
+
+Place = tuple[int, int, int, int]  # of a window: top, left, height, width
 
 
-@dataclass(frozen=True)
-class Views:
-    """What the picture of directions is drawn from."""
-
-    whole: Orientation  # at 1/step of the picture's size
-    step: int
-    window: Orientation  # a window at the picture's own size
-    place: tuple[int, int, int, int]  # where that is: top, left, height, width
-
-
-def colours(direction: np.ndarray, brightness: np.ndarray) -> np.ndarray:
-    """Directions in radians and brightnesses 0 to 1 as sRGB, float (h, w, 3)."""
-    hue = 2 * direction + math.radians(20)
-    lightness = 0.05 + 0.78 * brightness
-    chroma = 0.18 * np.sqrt(brightness)
-    a, b = chroma * np.cos(hue), chroma * np.sin(hue)
-    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
-    linear = np.stack(
-        [
-            4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
-            -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
-            -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
-        ],
-        axis=-1,
-    ).clip(0, 1)
-    return np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+def shrink(image: Any, step: int) -> np.ndarray:
+    """An image of a file, (1, 3, H, W), at 1/step of its size: (h, w, 3), in its own values, as float32."""
+    rows = max(1, STRIP_ROWS // step) * step
+    height = image.shape[2] // step * step
+    parts = []
+    for top in range(0, height, rows):
+        strip = torch.tensor(image[:, :, top : min(top + rows, height)]).float()
+        parts.append(torch.nn.functional.avg_pool2d(strip, step))
+    return torch.cat(parts, 2)[0].permute(1, 2, 0).numpy()
 
 
-def render(view: Orientation, strong: float) -> np.ndarray:
-    """An orientation as a picture. Lines of strength `strong` are bright; stronger ones saturate slowly."""
-    brightness = 1 - np.exp(-2 * view.strength() / max(strong, 1e-12))
-    return colours(view.direction(), brightness)
+def close_ups(images: list[Any], place: Place) -> tuple[list[np.ndarray], int]:
+    """A part of each image of a file, as bytes (h, w, 3), and how many times its contrast was stretched.
 
-
-def _shape(photo: Photo) -> float:
-    """Height over width of the small pictures: that of the photograph, within limits."""
-    return min(max(photo.size[0] / photo.size[1], 0.5), 1.2)
-
-
-def choose_window(photo: Photo, whole: Orientation, step: int) -> tuple[int, int, int, int]:
-    """The window for the close-up, as (top, left, height, width) in the picture.
-
-    It lies around the photograph's focus if it has one. Otherwise it lies where lines are strong, keep their direction
-    over some distance (unlike noise) and have many directions: where the lengths of the averaged orientations have a
-    large sum, and the orientations themselves a small one.
+    All are stretched alike, around their common middle, so far that what is in them fills much of the range. The middle
+    keeps its hue and gets the brightness SHOWN_AT.
     """
-    cell = 4 * step
-    width = max(1, round(photo.size[1] * ZOOM / cell))
-    height = max(1, min(round(width * _shape(photo)), photo.size[0] // cell))
-    if photo.focus is None:
-        vectors = torch.from_numpy(np.stack([whole.real, whole.imag]))[None]
-        vectors = vectors / torch.hypot(vectors[:, :1], vectors[:, 1:]).clamp(min=1e-12).sqrt()
-        cells = torch.nn.functional.avg_pool2d(vectors, 4)
-        cells = torch.nn.functional.avg_pool2d(cells, 5, stride=1, padding=2)
-        together = torch.cat([torch.hypot(cells[:, :1], cells[:, 1:]), cells], dim=1)
-        sums = torch.nn.functional.avg_pool2d(together, (height, width), stride=1)[0]
-        interest = sums[0] - torch.hypot(sums[1], sums[2])
-        row, column = divmod(int(interest.argmax()), interest.shape[1])
-    else:
-        row = int(photo.size[0] * photo.focus[0]) // cell - height // 2
-        column = int(photo.size[1] * photo.focus[1]) // cell - width // 2
-    return row * cell, column * cell, height * cell, width * cell
+    top, left, height, width = place
+    step = max(1, width // CLOSE)
+    parts = [shrink(image[:, :, top : top + height, left : left + width], step).clip(0, 1) for image in images]
+    low, high = np.percentile(np.stack(parts), (1, 99), axis=(0, 1, 2))
+    factor = int(np.clip(FILLED / max(float((high - low).max()), 1e-6), 1, MOST_STRETCHED))
+    middle = (low + high) / 2
+    shown = middle * (SHOWN_AT / max(float(middle.mean()), 1e-6))
+    return [as_bytes(shown + factor * (part - middle)) for part in parts], factor
 
 
-def draw_demo(file: Path, photo: Photo, views: Views, results: list[StageResult]) -> None:
-    """Writes demo.png: the directions of the whole picture; below it the photograph, a window, the bank."""
-    strong = float(np.quantile(views.whole.strength(), 0.99))
-    top, left, height, width = views.place
-    aspect = photo.size[0] / photo.size[1]
-    across, gap, head, foot = 14.0, 0.14, 0.98, 0.4
-    tile = (across - 5 * gap) / 4
-    main, row = across * min(aspect, 1.1), tile * min(_shape(photo), 1.0)
-    total = head + main + gap + row + foot
-    figure = Figure(figsize=(across, total), dpi=144, facecolor=DARK)
+def difference(blended: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """The signed difference of two pictures of values 0 to 1, amplified, on grey: as bytes."""
+    return as_bytes(0.5 + AMPLIFIED * (blended.clip(0, 1) - ours.clip(0, 1)))
 
-    def panel(x: float, y: float, w: float, h: float, picture: np.ndarray | None = None) -> Axes:
-        """Axes at inches from the top left corner, with a picture in them."""
-        axes = figure.add_axes((x / across, 1 - (y + h) / total, w / across, h / total))
+
+def choose_window(blended: np.ndarray, ours: np.ndarray, step: int, side: int, size: tuple[int, int]) -> Place:
+    """The window for the close-up: flat in `ours`, with false tones in `blended`. It is several tiles wide.
+
+    Both are at 1/step of the picture's size.
+    """
+    height, width = (min(part, whole) for part, whole in zip((3 * side // 2, 4 * side), size, strict=True))
+    grey = torch.from_numpy(np.stack([blended, ours]).clip(0, 1).mean(3)).double()
+    window = max(1, min(height // step, grey.shape[1])), max(1, min(width // step, grey.shape[2]))
+    every = max(1, side // (4 * step))
+    false = _deviation(grey[:1] - grey[1:], window, every)
+    true = _range(grey[1:], window, every)
+    row, column = divmod(int((false / (true + FLAT)).argmax()), false.shape[1])
+    top, left = (
+        min(at * every * step, whole - part)
+        for at, whole, part in zip((row, column), size, (height, width), strict=True)
+    )
+    return top, left, height, width
+
+
+def _deviation(values: Tensor, window: tuple[int, int], every: int) -> Tensor:
+    """The standard deviation in each window of values (1, h, w)."""
+    mean, square = (torch.nn.functional.avg_pool2d(part, window, every)[0] for part in (values, values**2))
+    return (square - mean**2).clamp(min=0).sqrt()
+
+
+def _range(values: Tensor, window: tuple[int, int], every: int) -> Tensor:
+    """The largest value less the smallest in each window of values (1, h, w)."""
+    highest, lowest = (torch.nn.functional.max_pool2d(sign * values, window, every)[0] for sign in (1, -1))
+    return highest + lowest
+
+
+class _Sheet:
+    """A figure whose panels are placed in inches from the top left corner."""
+
+    def __init__(self, height: float) -> None:
+        self._height = height
+        self.figure = Figure(figsize=(ACROSS, height), dpi=144, facecolor=DARK)
+
+    def panel(self, picture: np.ndarray, x: float, y: float, width: float, height: float) -> Axes:
+        place = (x / ACROSS, 1 - (y + height) / self._height, width / ACROSS, height / self._height)
+        axes = self.figure.add_axes(place)
         axes.set_axis_off()
-        if picture is not None:
-            if picture.dtype != np.uint8:  # bytes are drawn much faster
-                picture = (picture * 255 + 0.5).astype(np.uint8)
-            axes.imshow(picture, interpolation="antialiased")
+        axes.imshow(
+            picture, interpolation="bilinear" if picture.shape[1] < SHRUNK // 2 else "antialiased", aspect="auto"
+        )
         return axes
 
-    def text(words: str, x: float, y: float, **style: Any) -> None:
-        figure.text(x / across, 1 - y / total, words, va="center", **style)
-
-    text(_title(photo), 0.22, 0.34, color=LIGHT, fontsize=18, weight="bold")
-    text(_subtitle(results), 0.22, 0.71, color=DIM, fontsize=11.5)
-    hero = panel(0, head, across, main, render(views.whole, strong))
-    _outline(hero, left / views.step, top / views.step, width / views.step, height / views.step)
-
-    y = head + main + gap
-    smaller = max(1, photo.size[1] // 1000)
-    tiles = {
-        "the photograph": _thumbnail(photo, smaller),
-        "the marked window": photo.crop(*views.place),
-        "its directions": render(views.window, strong),
-        "the filters, and the colour of every direction": None,
-    }
-    for index, (name, picture) in enumerate(tiles.items()):
-        x = gap + index * (tile + gap)
-        axes = panel(x, y, tile, row, picture)
-        text(name, x + tile / 2, y + row + foot / 2, color=DIM, fontsize=10.5, ha="center")
-        if index == 0:
-            _outline(axes, left / smaller, top / smaller, width / smaller, height / smaller)
-        if picture is None:
-            _draw_bank(axes)
-    figure.savefig(file, facecolor=DARK, pil_kwargs={"compress_level": 3})
+    def text(self, words: str, x: float, y: float, **style: Any) -> None:
+        self.figure.text(x / ACROSS, 1 - y / self._height, words, va="center", **style)
 
 
-def _title(photo: Photo) -> str:
-    return f"Every line in {report.megapixels(photo)}, coloured by its direction"
+def draw_demo(file: Path, photo: Photo, results: Results, dark: Any, ours: Any, blended: Any) -> None:
+    """Writes demo.png: the picture before and after, blended tiles and their fault, and a seam close up."""
+    step = max(1, photo.size[1] // SHRUNK)
+    small = {"ours": shrink(ours, step), "blended": shrink(blended, step)}
+    place = choose_window(small["blended"], small["ours"], step, results.side, photo.size)
+    (near, near_blended), factor = close_ups([ours, blended], place)
+    gap, label, head = 0.2, 0.42, 1.25
+    wide = (ACROSS - 3 * gap) / 2
+    high = wide * min(max(photo.size[0] / photo.size[1], 0.4), 1.2)
+    close = wide * place[2] / place[3]
+    sheet = _Sheet(head + 2 * (high + label) + close + label + gap)
+    sheet.text(_title(photo, results), gap, 0.4, color=LIGHT, fontsize=19, weight="bold")
+    sheet.text(_subtitle(results), gap, 0.87, color=DIM, fontsize=12)
+    side = results.side
+    rows = [
+        (high, "the input: dark and noisy", as_bytes(shrink(dark, step) / 255)),
+        (high, f"pc.tile: no seams, {format_bytes(results.ours.peak)}", as_bytes(small["ours"])),
+        (high, f"the usual way: tiles of {side} x {side}, blended", as_bytes(small["blended"])),
+        (high, f"its error, {AMPLIFIED} times (grey: none)", difference(small["blended"], small["ours"])),
+        (close, f"pc.tile, the marked part, brighter, contrast x {factor}", near),
+        (close, f"blended tiles, the marked part, brighter, contrast x {factor}", near_blended),
+    ]
+    y = head
+    for index, (tall, name, picture) in enumerate(rows):
+        x = gap + index % 2 * (wide + gap)
+        sheet.text(name, x, y + label / 2, color=LIGHT, fontsize=13)
+        axes = sheet.panel(picture, x, y + label, wide, tall)
+        if index in (1, 2, 3):
+            _outline(axes, *(length / step for length in place))
+        y += (tall + label) * (index % 2)
+    sheet.figure.savefig(file, facecolor=DARK, pil_kwargs={"compress_level": 3})
 
 
-def _subtitle(results: list[StageResult]) -> str:
-    bank = results[0]
-    took = bank.ours.measured
-    text = f"{bank.stage.description}: patchconv_native took {format_bytes(took.workspace)} "
-    text += f"above input and result, {report.seconds(took.seconds)}"
-    if isinstance(bank.stock, NoResult):
-        return f"{text}; stock PyTorch: {bank.stock.what}"
-    stock = bank.stock.measured
-    return f"{text}; stock PyTorch {format_bytes(stock.workspace)}, {report.seconds(stock.seconds)}"
+def _title(photo: Photo, results: Results) -> str:
+    budget, need = format_bytes(results.budget), format_bytes(results.stock_peak)
+    return f"A whole network on {megapixels(photo.size)} in {budget}: one stock call needs {need}"
 
 
-def _outline(axes: Axes, left: float, top: float, width: float, height: float) -> None:
+def _subtitle(results: Results) -> str:
+    apart = results.apart
+    return (
+        f"pc.tile: largest difference from one call {results.compared.levels} of 255 levels. Blended tiles: up to "
+        f"{apart.largest:.0f} levels, {apart.mean:.1f} on average: a norm over a tile does not see the picture."
+    )
+
+
+def _outline(axes: Axes, top: float, left: float, height: float, width: float) -> None:
     x, y = [left, left + width, left + width, left, left], [top, top, top + height, top + height, top]
     axes.plot(x, y, color="white", linewidth=1.4, scalex=False, scaley=False)
 
 
-def _thumbnail(photo: Photo, step: int) -> np.ndarray:
-    """The whole photograph at 1/step of its size."""
-    height, width = photo.size[0] // step, photo.size[1] // step
-    small = torch.from_numpy(photo.pixels).permute(2, 0, 1)[None].float()
-    small = torch.nn.functional.interpolate(small, size=(height, width), mode="bilinear", antialias=True)
-    return small[0].permute(1, 2, 0).byte().numpy()
-
-
-def _draw_bank(axes: Axes) -> None:
-    """The cosine and the sine filter of every direction in its colour, and a rosette of all directions."""
-    bank = filters.gabor_bank()[:, 0].numpy()
-    theta = filters.directions().numpy()
-    gap, taps = 5, filters.TAPS
-    sheet = np.zeros((2 * (2 * (taps + gap)), 4 * (taps + gap), 3))
-    peak = np.abs(bank).max()
-    for index in range(2 * filters.DIRECTIONS):
-        phase, direction = divmod(index, filters.DIRECTIONS)
-        row, column = 2 * (direction // 4) + phase, direction % 4
-        brightness = (np.abs(bank[index]) / peak) ** 0.8
-        tile = colours(np.full_like(brightness, theta[direction]), brightness)
-        y, x = row * (taps + gap), column * (taps + gap)
-        sheet[y : y + taps, x : x + taps] = tile
-    axes.imshow(sheet, interpolation="antialiased", extent=(0, 4, 0, 4))
-    angles = np.linspace(0, 2 * np.pi, 48, endpoint=False)
-    centre = np.array([6.0, 2.0])
-    ray = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    segments = np.stack([centre + 0.45 * ray, centre + 1.7 * ray], axis=1)
-    shades = colours(angles[None], np.full((1, angles.size), 0.9))[0]
-    axes.add_collection(LineCollection(list(segments), colors=shades, linewidths=4))
-    axes.set_xlim(-0.1, 7.9)
-    axes.set_ylim(-0.05, 4.05)
-
-
-def draw_memory(file: Path, photo: Photo, device: str, results: list[StageResult]) -> None:
-    """Writes memory.png: one panel a stage, memory over time with either library, and its floor."""
+def draw_memory(file: Path, photo: Photo, device: str, results: Results) -> None:
+    """Writes memory.png: memory over time beside what one stock call needs, and the same close up."""
     figure = Figure(figsize=(12, 4.9), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    where = "GPU memory allocated" if device == "cuda" else "resident memory"
+    far, near = figure.subplots(1, 2)
+    where = "GPU memory allocated" if device == "cuda" else "growth of the process"
     figure.suptitle(
-        f"Memory while computing, {report.megapixels(photo)}, float32 ({where})", weight="bold", fontsize=13
+        f"Memory: a whole network on {megapixels(photo.size)}, float32 ({where})", weight="bold", fontsize=13
     )
-    for axes, result in zip(panels, results, strict=True):
-        _draw_stage(axes, result)
-    panels[0].set_ylabel("GiB: input, weights and all that came after")
+    need, budget = results.stock_peak / GIB, results.budget / MIB
+    _curve(far, results, GIB)
+    far.axhline(need, color=STOCK, linewidth=2, linestyle="--")
+    words = f"one stock call: {format_bytes(results.stock_peak)} (predicted; not run)"
+    far.text(0, need, f" {words}", color=STOCK, fontsize=11, weight="bold", va="bottom")
+    words = f"pc.tile: {format_bytes(results.ours.peak)} (measured), {seconds(results.ours.seconds)}"
+    far.text(0, results.ours.peak / GIB + need / 40, f" {words}", color=OURS, fontsize=11, weight="bold", va="bottom")
+    far.set_ylim(0, need * 1.12)
+    far.set_ylabel("GiB")
+    far.set_title("beside one call of stock PyTorch", fontsize=11.5)
+    _curve(near, results, MIB)
+    near.axhline(budget, color=FLOOR, linewidth=1.4, linestyle="--")
+    near.text(0, budget, f" the budget: {format_bytes(results.budget)}", color=FLOOR, fontsize=11, va="bottom")
+    time, peak = max(_highest(results.ours.curve), key=lambda point: point[1])
+    beyond = time > results.ours.seconds / 2
+    words = f" peak: {format_bytes(results.ours.peak)} "
+    near.plot(time, peak / MIB, "o", color=OURS)
+    near.text(
+        time, peak / MIB, words, color=OURS, fontsize=11, weight="bold", ha="right" if beyond else "left", va="bottom"
+    )
+    near.set_ylim(0, max(budget, results.ours.peak / MIB) * 1.15)
+    near.set_ylabel("MiB")
+    near.set_title("pc.tile close up: the highest of each moment, and its budget", fontsize=11.5)
     figure.savefig(file)
 
 
-def _draw_stage(axes: Axes, result: StageResult) -> None:
-    shapes = result.shapes
-    given = shapes.input + shapes.weight
-    runs = [("patchconv_native", OURS, result.ours)]
-    if isinstance(result.stock, Outcome):
-        runs.insert(0, ("stock PyTorch", STOCK, result.stock))
-    longest = max(run.measured.seconds for _, _, run in runs)
-    for name, colour, run in runs:
-        took = run.measured
-        times = np.array([point[0] for point in took.curve])
-        used = (given + np.array([point[1] for point in took.curve])) / GIB
-        axes.fill_between(times, 0, used, color=colour, alpha=0.10, linewidth=0)
-        axes.plot(times, used, color=colour, linewidth=2, label=name, solid_joinstyle="round")
-        at = int(used.argmax())
-        peak = (given + took.peak) / GIB
-        axes.plot(times[at], peak, "o", color=colour, markersize=5)
-        axes.annotate(
-            f"peak {peak:.2f} GiB: {format_bytes(took.workspace)} above the floor",
-            (times[at], peak),
-            xytext=(0, 7 if took.workspace > shapes.floor / 10 else 20),  # clear of the floor's label
-            textcoords="offset points",
-            ha="right" if times[at] > longest / 2 else "left",
-            color=colour,
-            fontsize=9.5,
-            weight="bold",
-            path_effects=[withStroke(linewidth=4, foreground="white")],
-        )
-    floor = shapes.floor / GIB
-    axes.axhline(floor, color=FLOOR, linestyle="--", linewidth=1.2)
-    axes.text(0, floor, " input + weights + result", color=FLOOR, fontsize=9, va="bottom")
-    axes.axhline(given / GIB, color=FLOOR, linestyle=":", linewidth=1)
-    axes.text(longest, given / GIB, "input + weights ", color=FLOOR, fontsize=9, va="bottom", ha="right")
-    if isinstance(result.stock, NoResult):
-        axes.text(
-            0.5,
-            0.6,
-            f"stock PyTorch: {result.stock.what}",
-            transform=axes.transAxes,
-            ha="center",
-            color=STOCK,
-        )
-    axes.set_title(result.stage.name, fontsize=11.5)
+def _highest(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """At most MOMENTS points of a curve: the highest of each moment, those of equal length."""
+    last = max(curve[-1][0], 1e-9)
+    highest: dict[int, tuple[float, int]] = {}
+    for point in curve:
+        moment = min(int(point[0] / last * MOMENTS), MOMENTS - 1)
+        if moment not in highest or point[1] > highest[moment][1]:
+            highest[moment] = point
+    return list(highest.values())
+
+
+def _curve(axes: Axes, results: Results, unit: int) -> None:
+    took = results.ours
+    times, used = np.array(_highest(took.curve)).T
+    axes.fill_between(times, 0, used / unit, color=OURS, alpha=0.15, linewidth=0)
+    axes.plot(times, used / unit, color=OURS, linewidth=1.8)
     axes.set_xlabel("seconds")
-    axes.set_xlim(0, longest * 1.02)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.18)
+    axes.set_xlim(0, took.seconds * 1.02)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(loc="upper left", frameon=False, ncols=2)

@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .._bytes import KIB
-from .errors import DemoError
+from ..commands.errors import Mistake
 
 INTERVAL = 0.005  # seconds between samples
 REPORT_EVERY = 0.1  # seconds between calls of `watch`
@@ -47,7 +47,7 @@ class HostMeter:
         try:
             self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         except OSError as error:
-            raise DemoError(f"measures memory through Linux's /proc, which is not here ({error})") from error
+            raise Mistake(f"measures memory through Linux's /proc, which is not here ({error})") from error
 
     def now(self) -> int:
         return int(os.pread(self._statm, 256, 0).split()[1]) * self._page
@@ -66,6 +66,29 @@ class HostMeter:
 
     def synchronize(self) -> None:
         """Operators on the CPU are done when they return."""
+
+
+class PrivateMeter(HostMeter):
+    """Resident memory without the pages of mapped files, which the system takes back when it wants them.
+
+    Linux keeps no high-water mark of it: the peak is the largest sample.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = 0
+
+    def now(self) -> int:
+        fields = os.pread(self._statm, 256, 0).split()
+        used = (int(fields[1]) - int(fields[2])) * self._page
+        self._most = max(self._most, used)
+        return used
+
+    def reset_peak(self) -> None:
+        self._most = 0
+
+    def peak(self) -> int:
+        return max(self._most, self.now())
 
 
 class CudaMeter:
@@ -87,8 +110,9 @@ class CudaMeter:
         torch.cuda.synchronize()
 
 
-def meter_for(device: str) -> Meter:
-    return CudaMeter() if device == "cuda" else HostMeter()
+def meter_for(device: str, mapped: bool = True) -> Meter:
+    """mapped: whether the host's meter counts the pages of mapped files."""
+    return CudaMeter() if device == "cuda" else HostMeter() if mapped else PrivateMeter()
 
 
 @dataclass(frozen=True)
@@ -105,18 +129,14 @@ class Measurement:
         """The peak above input, weights and result. 0 if the result went into memory that was occupied before."""
         return max(0, self.peak - self.result)
 
-    @property
-    def sampled_peak(self) -> int:
-        return max(value for _, value in self.curve)
-
 
 def measure(
-    work: Callable[[], torch.Tensor],
+    work: Callable[[], Any],
     meter: Meter,
     repeats: int = 1,
     watch: Callable[[int], None] | None = None,
-) -> tuple[torch.Tensor, Measurement]:
-    """Runs `work` and returns its result and what it took.
+) -> tuple[Any, Measurement]:
+    """Runs `work` and returns its result and what it took. A result that is no tensor takes no bytes.
 
     The curve and the peak are those of the first run; the time is the median of all runs. The sampling thread calls
     `watch` now and then with the bytes in use.
@@ -140,7 +160,8 @@ def measure(
         result = work()
         meter.synchronize()
         seconds.append(time.perf_counter() - start)
-    return result, Measurement(statistics.median(seconds), peak, result.nbytes, curve)
+    size = result.nbytes if isinstance(result, torch.Tensor) else 0
+    return result, Measurement(statistics.median(seconds), peak, size, curve)
 
 
 class _Sampler:
@@ -197,4 +218,4 @@ def _bytes_in(file: str, field: str) -> int:
     for line in Path(file).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * KIB
-    raise DemoError(f"{file} has no {field}, which the demo measures memory by")
+    raise Mistake(f"{file} has no {field}, which the demo measures memory by")

@@ -1,8 +1,7 @@
 """Opens the photograph and brings it to size.
 
 Reads 8- and 16-bit pictures of any mode that Pillow reads, as three bytes a pixel (H, W, 3). One that is too large
-is made smaller here. One that is too small is enlarged where it is used, in float and on the device, without rounding
-to bytes: the filters would find the steps between the bytes.
+is made smaller here. One that is too small is enlarged where it is used, a strip at a time.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from .errors import DemoError
+from ..commands.errors import Mistake
 
-BUNDLED = ("skimage", "data/chelsea.png")  # photographed by Stefan van der Walt, public domain (CC0)
-FOCUS = (0.38, 0.37)  # the cat's left eye, as a share of the height and the width
+BUNDLED = ("skimage", "data/rocket.jpg")  # photographed by SpaceX, in the public domain
 SMALLEST_SIDE = 16
 NARROWEST = 400  # the most that the long side may be of the short one
 LARGEST_PIXELS = 2**30  # 3 GiB of bytes once decoded
@@ -28,72 +25,51 @@ LARGEST_PIXELS = 2**30  # 3 GiB of bytes once decoded
 
 @dataclass(frozen=True)
 class Photo:
-    """A photograph, and the size (height, width) at which it is filtered."""
+    """A photograph, and the size (height, width) at which it is restored."""
 
     name: str
     pixels: np.ndarray  # uint8 (h, w, 3), no larger than `size`
     size: tuple[int, int]
     opened_size: tuple[int, int]  # as it was in the file
-    focus: tuple[float, float] | None = None  # the middle of the close-up, if known, as shares of height and width
 
     @property
     def scale(self) -> float:
         """How far the picture is enlarged: 1 for a picture that is large enough."""
         return self.size[1] / self.pixels.shape[1]
 
-    def normalized(self, mean: tuple[float, ...], deviation: tuple[float, ...], device: str) -> torch.Tensor:
-        """The picture at its size, less `mean` and over `deviation` (of values 0 to 1): float32 (1, 3, H, W).
-
-        Normalized before it is enlarged, which is linear, so that this costs little.
-        """
-        small = torch.from_numpy(self.pixels).to(device).permute(2, 0, 1)[None].float().div_(255)
-        offsets, scales = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (mean, deviation))
-        return self._enlarged(small.sub_(offsets).div_(scales))
-
-    def luminance(self, device: str) -> torch.Tensor:
-        """Its brightness at its size: float32 (1, 1, H, W), weighted as in ITU-R BT.601."""
-        weights = torch.tensor([0.299, 0.587, 0.114], device=device) / 255
-        small = torch.from_numpy(self.pixels).to(device).float() @ weights
-        return self._enlarged(small[None, None])
-
     def crop(self, top: int, left: int, height: int, width: int) -> np.ndarray:
-        """A window of the picture at its size, to be drawn: uint8 (height, width, 3)."""
+        """A window of the picture at its size, uint8 (height, width, 3)."""
         down, across = self.pixels.shape[0] / self.size[0], self.pixels.shape[1] / self.size[1]
         box = (left * across, top * down, (left + width) * across, (top + height) * down)
         window = Image.fromarray(self.pixels).resize((width, height), Image.Resampling.BICUBIC, box=box)
         return np.asarray(window)
 
-    def _enlarged(self, small: torch.Tensor) -> torch.Tensor:
-        if small.shape[-2:] == self.size:
-            return small.contiguous()
-        return torch.nn.functional.interpolate(small, size=self.size, mode="bicubic", align_corners=False)
-
 
 def load(file: Path | None, megapixels: float) -> Photo:
-    """Opens `file`, or the bundled photograph, to be filtered at `megapixels` (rounded up).
+    """Opens `file`, or the bundled photograph, to be restored at `megapixels` (rounded up).
 
-    Raises DemoError for a file that is no picture, and for a picture that is too small or too narrow.
+    Raises Mistake for a file that is no picture, and for a picture that is too small or too narrow.
     """
     picture = _open(_bundled() if file is None else file)
     opened = (picture.height, picture.width)
     if min(opened) < SMALLEST_SIDE:
-        raise DemoError(f"the picture is {opened[1]} x {opened[0]} pixels; either side must be {SMALLEST_SIDE} or more")
+        raise Mistake(f"the picture is {opened[1]} x {opened[0]} pixels; either side must be {SMALLEST_SIDE} or more")
     scale = math.sqrt(megapixels * 1e6 / (opened[0] * opened[1]))
     # Whole multiples of 8, so that strides divide and the picture shrinks evenly for display.
     height, width = (8 * math.ceil(side * scale / 8) for side in opened)
     if not workable((height, width)):
-        raise DemoError(
+        raise Mistake(
             f"the picture is {opened[1]} x {opened[0]} pixels, {width} x {height} at {megapixels:g} megapixels; there "
             f"either side must be {SMALLEST_SIDE} or more and at least 1/{NARROWEST} of the other"
         )
     if scale < 1:
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
-    name, focus = ("Chelsea the cat", FOCUS) if file is None else (file.name, None)
-    return Photo(name, np.array(picture), (height, width), opened, focus)
+    name = "a rocket at dusk" if file is None else file.name
+    return Photo(name, np.array(picture), (height, width), opened)
 
 
 def workable(size: tuple[int, int]) -> bool:
-    """Whether a picture of this size can be filtered and drawn."""
+    """Whether a picture of this size can be restored and drawn."""
     return min(size) >= max(SMALLEST_SIDE, max(size) / NARROWEST)
 
 
@@ -109,17 +85,17 @@ def _open(file: Path) -> Image.Image:
             finally:
                 Image.MAX_IMAGE_PIXELS = limit
     except FileNotFoundError:
-        raise DemoError(f"there is no file {file}") from None
+        raise Mistake(f"there is no file {file}") from None
     except IsADirectoryError:
-        raise DemoError(f"{file} is a folder, not a picture") from None
+        raise Mistake(f"{file} is a folder, not a picture") from None
     except UnidentifiedImageError:
-        raise DemoError(f"{file} is not a picture that Pillow can read") from None
+        raise Mistake(f"{file} is not a picture that Pillow can read") from None
     except Image.DecompressionBombError:
-        raise DemoError(f"{file} has more than {LARGEST_PIXELS / 1e6:.0f} megapixels") from None
+        raise Mistake(f"{file} has more than {LARGEST_PIXELS / 1e6:.0f} megapixels") from None
     except MemoryError:
-        raise DemoError(f"{file} does not fit into memory once decoded") from None
+        raise Mistake(f"{file} does not fit into memory once decoded") from None
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # damaged files end in any of these
-        raise DemoError(f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        raise Mistake(f"{file} cannot be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
 
 
 def _as_rgb(picture: Image.Image) -> Image.Image:
@@ -142,4 +118,4 @@ def _bundled() -> Path:
     for folder in (spec.submodule_search_locations if spec else None) or ():
         if (file := Path(folder) / inside).is_file():
             return file
-    raise DemoError(f"this scikit-image comes without {inside}; name a picture with --image")
+    raise Mistake(f"this scikit-image comes without {inside}; name a picture with --image")

@@ -1,8 +1,9 @@
-"""The text of the demo: the introduction, the table, the summary."""
+"""The text of the demo: the introduction, the table, the differences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich import box
@@ -10,42 +11,53 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._bytes import MIB, format_bytes
+from .._bytes import format_bytes
+from .measure import Measurement
 from .picture import Photo
-from .stages import Shapes, Stage
-from .worker import Difference, Outcome
-
-NOISE = MIB  # bytes: differences of resident memory below this mean nothing
+from .worker import Compared
 
 
 @dataclass(frozen=True)
-class NoResult:
-    """Stock has no result: "not run" or "out of memory", and why."""
+class Results:
+    """What the runs gave. Memory in bytes."""
 
-    what: str
-    why: str
+    budget: int
+    ours: Measurement
+    blended: Measurement
+    stock_peak: int  # of one call on the whole picture, predicted
+    part: tuple[int, int]  # height and width of the part that one stock call was run on
+    part_peak: int  # predicted
+    compared: Compared
+    side: int  # of a blended tile
+    apart: Apart
 
 
 @dataclass(frozen=True)
-class StageResult:
-    """The results of one stage: stock's, or why it has none, and this library's."""
+class Apart:
+    """How far blended tiles are from the network's result on the whole picture, in levels of 255."""
 
-    stage: Stage
-    shapes: Shapes
-    stock: Outcome | NoResult
-    ours: Outcome
-    difference: Difference
+    largest: float
+    mean: float
+    rms: float  # in units of the result's
 
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def megapixels(photo: Photo) -> str:
-    return f"{photo.size[0] * photo.size[1] / 1e6:.3g} megapixels"
+def megapixels(size: tuple[int, int]) -> str:
+    return f"{size[0] * size[1] / 1e6:.3g} megapixels"
 
 
-def introduce(console: Console, photo: Photo, device: str, seed: int) -> None:
+def processor() -> str:
+    """The CPU's name, as Linux has it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "a CPU without a name"
+
+
+def introduce(console: Console, photo: Photo, device: str) -> None:
     """Prints the picture, its size and the device."""
     height, width = photo.opened_size
     way = "as it is"
@@ -53,55 +65,45 @@ def introduce(console: Console, photo: Photo, device: str, seed: int) -> None:
         way = f"enlarged {photo.scale:.3g} times"
     elif photo.opened_size != photo.size:
         way = f"made smaller {width / photo.size[1]:.3g} times"
-    where = torch.cuda.get_device_name() if device == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
     console.print(
         f"[bold]{escape(photo.name)}[/], {width} x {height}, {way} to {photo.size[1]} x {photo.size[0]} "
-        f"({megapixels(photo)}), float32, on {where}"
+        f"({megapixels(photo.size)}), on {escape(where)}"
     )
-    console.print(f"the network's weights are random, from seed {seed}: nothing is downloaded", style="dim")
+    console.print("made dark and noisy; a small U-Net with group norms, trained here on it, restores it", style="dim")
 
 
-def table(results: list[StageResult]) -> Table:
-    """Two rows for each stage: what stock took, or why it was not run, and what this library took."""
+def table(results: Results) -> Table:
+    """A row for each way: what it took."""
     body = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    body.add_column("stage", no_wrap=True)
-    body.add_column("computed by", no_wrap=True)
+    body.add_column("the whole network", no_wrap=True)
+    body.add_column("peak memory", justify="right", no_wrap=True)
     body.add_column("time", justify="right", no_wrap=True)
-    body.add_column("peak above input,\nweights and result", justify="right", no_wrap=True)
-    body.add_column("largest difference", justify="right")
-    for result in results:
-        ours, apart = result.ours, result.difference
-        where = f"\n{apart.where}" if apart.where else ""
-        name, detail = result.stage.name, f"[dim]{format_bytes(result.shapes.result)} result[/]"
-        if isinstance(result.stock, NoResult):
-            body.add_row(name, "stock PyTorch", "", result.stock.what, "")
-        else:
-            took = result.stock.measured
-            body.add_row(name, "stock PyTorch", seconds(took.seconds), format_bytes(took.workspace), "")
-        body.add_row(
-            detail,
-            f"[bold]patchconv_native[/]\n[dim]{ours.path}[/]",
-            seconds(ours.measured.seconds),
-            f"[bold green]{format_bytes(ours.measured.workspace)}[/]",
-            f"[bold]{apart.largest:.2g}[/]\n[dim]of values to {ours.largest:.3g}{where}[/]",
-            end_section=True,
-        )
+    body.add_column("largest difference from one call", justify="right", no_wrap=True)
+    compared, side = results.compared, results.side
+    body.add_row("one call, stock PyTorch", f"{format_bytes(results.stock_peak)}, predicted", "not run", "")
+    body.add_row(
+        f"[bold]pc.tile, budget {format_bytes(results.budget)}[/]",
+        f"[bold green]{format_bytes(results.ours.peak)}[/]",
+        seconds(results.ours.seconds),
+        f"[bold]{compared.levels}[/] of 255 levels (float32: {compared.error:.1g})",
+    )
+    body.add_row(
+        f"tiles of {side} x {side}, blended",
+        format_bytes(results.blended.peak),
+        seconds(results.blended.seconds),
+        f"up to {results.apart.largest:.0f}, {results.apart.mean:.1f} on average",
+    )
     return body
 
 
-def verdict(results: list[StageResult]) -> list[str]:
-    """A sentence for each stage whose peaks are large enough to compare."""
-    lines = []
-    for result in results:
-        if isinstance(result.stock, NoResult):
-            lines.append(f"{result.stage.name}: stock {result.stock.what}: {result.stock.why}")
-            continue
-        stock, ours = result.stock.measured, result.ours.measured
-        if max(stock.workspace, ours.workspace) < NOISE:
-            continue
-        ratio = ours.seconds / stock.seconds
-        lines.append(
-            f"{result.stage.name}: {format_bytes(ours.workspace)} above the result where stock takes "
-            f"{format_bytes(stock.workspace)}, in {ratio:.2f} of its time"
-        )
-    return lines
+def notes(results: Results) -> list[str]:
+    """How the figures were found."""
+    compared, (height, width) = results.compared, results.part
+    stock = compared.stock
+    return [
+        f"pc.tile beside one call: on a part of {width} x {height}, where that takes {format_bytes(stock.peak)} "
+        f"(predicted: {format_bytes(results.part_peak)}) and {seconds(stock.seconds)}",
+        f"blended tiles beside pc.tile: on the whole picture; rms {100 * results.apart.rms:.2g} % of the result",
+        "memory is the process's own growth: the picture and both results are files, whose pages do not count",
+    ]

@@ -1,48 +1,38 @@
-"""Runs the demo: both stages with both libraries, the table, the pictures.
+"""Runs the demo: trains the network, runs it in three ways, prints the table, draws the pictures.
 
-The two workers of a stage start together and compute one after the other, each with the machine to itself. Where
-stock's result would not fit into memory, stock is not run: the table says so, and patchconv_native's result is compared
-with bands of rows that stock computes one at a time.
+Each way has a process of its own, and the machine to itself. The picture and the results are files in a temporary
+folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import math
 import sys
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import patchconv_native as pc
 
-from .._bytes import GIB, MIB, format_bytes
-from . import packages, picture, report
-from .errors import DemoError
-from .filters import Orientation
+from .._bytes import MIB, format_bytes
+from ..commands.errors import Mistake
+from . import picture, report
+from .blended import tile_side
+from .network import STRIP_ROWS, Restorer, train, write_dark
 from .picture import Photo
-from .report import NoResult, StageResult
-from .stages import GaborBank, Shapes, Stage, stages, stock_need
-from .worker import Difference, Outcome, OutOfMemory, Worker, start_server
+from .report import Apart, Results
+from .worker import OutOfMemory, Worker, start_server
 
-if TYPE_CHECKING:
-    from .figures import Views
-
-STEPS_OF_A_STAGE = 3
-SLACK = 256 * MIB  # for what is no tensor of the stage: libraries, code, strips in the comparison
-WHOLE_WIDTH = 2000  # pixels, about: of the whole picture in demo.png
+BUDGET = 256 * MIB
+STEPS = 6
+PART = 2048, 3072  # height and width, at most, of what one stock call is run on
+SLACK = 256 * MIB  # for what is no tensor: libraries, code
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -51,15 +41,10 @@ def show(arguments: argparse.Namespace) -> int:
     photo = picture.load(arguments.image, arguments.megapixels)
     out = _folder(arguments.out)
     start_server(device)
-    packages.check_torchvision()  # while the server imports it too
     from . import figures  # imports matplotlib
 
-    cap = sys.maxsize if arguments.memory is None else int(arguments.memory * GIB)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    report.introduce(console, photo, device, arguments.seed)
-
-    todo = stages(photo, arguments.seed)
-    results, views = [], None
+    report.introduce(console, photo, device)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -68,21 +53,18 @@ def show(arguments: argparse.Namespace) -> int:
         TimeElapsedColumn(),
         TextColumn("{task.fields[using]}", style="cyan"),
     )
-    with Progress(*columns, console=console) as progress:
-        bar = _Bar(progress, STEPS_OF_A_STAGE * len(todo) + 1)
-        for stage in todo:
-            result, seen = _run(stage, photo, device, cap, bar)
-            results.append(result)
-            views = views or seen
+    pictures = [out / "demo.png", out / "memory.png"]
+    with Progress(*columns, console=console) as progress, tempfile.TemporaryDirectory(dir=out) as folder:
+        bar = _Bar(progress, STEPS)
+        files = _Files(Path(folder), photo)
+        results = _run(photo, files, device, arguments.seed, bar)
         bar.next("drawing")
-        assert views is not None  # the first stage is the bank
-        pictures = [out / "demo.png", out / "memory.png"]
-        figures.draw_demo(pictures[0], photo, views, results)
+        figures.draw_demo(pictures[0], photo, results, *(np.load(file, mmap_mode="r") for file in files.all()))
         figures.draw_memory(pictures[1], photo, device, results)
         bar.finish()
     console.print(report.table(results))
-    for line in report.verdict(results):
-        console.print(line)
+    for line in report.notes(results):
+        console.print(line, soft_wrap=True)
     console.print(f"wrote {pictures[0]} and {pictures[1]}", soft_wrap=True)
     return 0
 
@@ -90,9 +72,9 @@ def show(arguments: argparse.Namespace) -> int:
 def _device(asked: str | None) -> str:
     built = pc.build_info()["cuda"] is not None
     if asked == "cuda" and not torch.cuda.is_available():
-        raise DemoError("--device cuda: torch finds no GPU here")
+        raise Mistake("--device cuda: torch finds no GPU here")
     if asked == "cuda" and not built:
-        raise DemoError("--device cuda: this patchconv_native was built without CUDA")
+        raise Mistake("--device cuda: this patchconv_native was built without CUDA")
     return asked or ("cuda" if built and torch.cuda.is_available() else "cpu")
 
 
@@ -101,7 +83,7 @@ def _folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # fails now, not after minutes of work
     except OSError as error:
-        raise DemoError(f"cannot write to --out {folder}: {error.strerror}") from None
+        raise Mistake(f"cannot write to --out {folder}: {error.strerror}") from None
     return folder
 
 
@@ -123,69 +105,71 @@ class _Bar:
         self._progress.update(self._task, description="done", using="", advance=1)
 
 
-def _run(stage: Stage, photo: Photo, device: str, cap: int, bar: _Bar) -> tuple[StageResult, Views | None]:
-    shapes = stage.shapes()
-    with ExitStack() as stack:
-        ends = multiprocessing.Pipe()
-        theirs, ours = (
-            stack.enter_context(Worker(stage, converted, device, end, bar.using))
-            for converted, end in zip((False, True), ends, strict=True)
-        )
-        for end in ends:
-            end.close()  # the workers have them
-        available = min(theirs.ask("available"), ours.ask("available"), cap)
+class _Files:
+    """The dark picture (bytes) and the two results (float32), (1, 3, H, W) each."""
 
-        bar.next(f"{stage.name}: stock")
-        stock = _run_stock(theirs, shapes, available)
+    def __init__(self, folder: Path, photo: Photo) -> None:
+        self.dark, self.ours, self.blended = (folder / f"{name}.npy" for name in ("dark", "ours", "blended"))
+        for file, dtype in zip(self.all(), ("uint8", "float32", "float32"), strict=True):
+            np.lib.format.open_memmap(file, "w+", dtype, (1, 3, *photo.size))
 
-        bar.next(f"{stage.name}: patchconv_native")
-        need = shapes.floor + pc.workspace_limit() + SLACK
-        both = isinstance(stock, Outcome)  # its result is kept for the comparison if two fit into memory
-        if both and min(ours.ask("available"), cap - shapes.result) < need:
-            theirs.ask("forget")
-            both = False
-        available = min(ours.ask("available"), cap)
-        if available < need:
-            raise DemoError(f"{stage.name} {_needs(need, available)}; use a smaller --megapixels")
+    def all(self) -> tuple[Path, Path, Path]:
+        return self.dark, self.ours, self.blended
+
+
+def _run(photo: Photo, files: _Files, device: str, seed: int, bar: _Bar) -> Results:
+    bar.next("training")
+    network = train(photo, seed)
+    write_dark(photo, seed, np.load(files.dark, mmap_mode="r+"))
+
+    bar.next("pc.tile")
+    ours = _ask(network, device, bar, BUDGET, "tile", files.dark, files.ours, BUDGET)
+
+    bar.next("blended tiles")
+    side = tile_side(photo.size)
+    need = predicted_peak(network, min(side, photo.size[0]), side)
+    blended = _ask(network, device, bar, need, "blend", files.dark, files.blended, side)
+
+    bar.next("one call on a part")
+    height, width = (min(most, whole) for most, whole in zip(PART, photo.size, strict=True))
+    top, left = (photo.size[0] - height) // 2, (photo.size[1] - width) // 2
+    part_peak = predicted_peak(network, height, width)
+    compared = _ask(network, device, bar, part_peak, "compare", files.dark, top, left, height, width, BUDGET)
+
+    bar.next("comparing")
+    stock_peak = predicted_peak(network, *photo.size)
+    apart = _apart(np.load(files.ours, mmap_mode="r"), np.load(files.blended, mmap_mode="r"))
+    return Results(BUDGET, ours, blended, stock_peak, (height, width), part_peak, compared, side, apart)
+
+
+def predicted_peak(network: Restorer, height: int, width: int) -> int:
+    """Bytes of one stock call, with its input and its result; nothing is computed."""
+    image = torch.empty(1, 3, height, width, dtype=torch.uint8, device="meta")
+    with torch.no_grad():
+        return pc.memory.trace(network, image, fake=True, train=False).peak
+
+
+def _ask(network: Restorer, device: str, bar: _Bar, need: int, command: str, *arguments: Any) -> Any:
+    with Worker(network, device, bar.using) as worker:
+        available = worker.ask("available")
+        if need + SLACK > available:
+            raise Mistake(
+                f"needs about {format_bytes(need + SLACK)} at this size and {format_bytes(available)} is available; "
+                "use a smaller --megapixels"
+            )
         try:
-            outcome: Outcome = ours.ask("compute")
+            return worker.ask(command, *arguments)
         except OutOfMemory as error:
-            raise DemoError(f"{stage.name}: out of memory ({error}); use a smaller --megapixels") from None
-
-        bar.next(f"{stage.name}: comparing")
-        if both:
-            theirs.start("send")
-            difference: Difference = ours.ask("compare")
-            theirs.answer()
-        else:
-            difference = ours.ask("compare_bands")
-        views = _views(ours, photo) if isinstance(stage, GaborBank) else None
-        return StageResult(stage, shapes, stock, outcome, difference), views
+            raise Mistake(f"out of memory ({error}); use a smaller --megapixels") from None
 
 
-def _run_stock(worker: Worker, shapes: Shapes, available: int) -> Outcome | NoResult:
-    need = stock_need(shapes) + SLACK
-    if need > available:
-        return NoResult("not run", _needs(need, available))
-    try:
-        return worker.ask("compute")
-    except OutOfMemory as error:
-        return NoResult("out of memory", str(error))
-
-
-def _needs(need: int, available: int) -> str:
-    return f"needs about {format_bytes(need)} at this size and {format_bytes(available)} is available"
-
-
-def whole_step(photo: Photo) -> int:
-    """The whole picture is drawn at 1/step of the photograph's size."""
-    return max(1, round(photo.size[1] / WHOLE_WIDTH))
-
-
-def _views(worker: Worker, photo: Photo) -> Views:
-    from . import figures
-
-    step = whole_step(photo)
-    whole: Orientation = worker.ask("small_orientation", step)
-    place = figures.choose_window(photo, whole, step)
-    return figures.Views(whole, step, worker.ask("orientation", *place), place)
+def _apart(ours: np.ndarray, blended: np.ndarray) -> Apart:
+    total = squares = whole = largest = 0.0
+    for top in range(0, ours.shape[2], STRIP_ROWS):
+        one, other = (torch.tensor(file[:, :, top : top + STRIP_ROWS]) for file in (ours, blended))
+        difference = (other.clamp(0, 1) - one.clamp(0, 1)).abs()
+        total += float(difference.sum(dtype=torch.float64))
+        squares += float(difference.double().square().sum())
+        whole += float(one.double().square().sum())
+        largest = max(largest, float(difference.max()))
+    return Apart(255 * largest, 255 * total / math.prod(ours.shape), math.sqrt(squares / max(whole, 1e-30)))

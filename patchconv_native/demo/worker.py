@@ -1,38 +1,41 @@
-"""A process that computes one stage with one library, and the class by which the demo drives it.
+"""A process that runs the demo's network in one way, and the class by which the demo drives it.
 
-Commands and answers go through a pipe. A worker that runs out of memory, or that the system kills, ends only itself,
-and the demo learns of it. A second pipe connects the two workers of a stage: stock's result is sent through it in
-strips and compared, so that no process holds two results.
+Each way has a process of its own, whose memory is measured. Commands and answers go through a pipe. A worker that runs
+out of memory, or that the system kills, ends only itself, and the demo learns of it. Images are files, which the
+workers map.
 """
 
 from __future__ import annotations
 
-import copy
-import math
+import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from .._bytes import MIB
+from .._bytes import KIB
 from ..commands.errors import out_of_memory
-from .filters import Orientation, orientation
+from .blended import blend
 from .measure import Measurement, available_memory, measure, meter_for
-from .stages import Stage, stock_bands
+from .network import Restorer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STRIP_BYTES = 32 * MIB  # of a result, sent and compared at once
-REPEATS = {"cpu": 1, "cuda": 5}
+
+STRIP_PIXELS = 400_000
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+KEPT_BLOCK = 256 * KIB  # the largest block that comes from the heap
 
 
 class OutOfMemory(Exception):
@@ -44,124 +47,77 @@ class WorkerError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run returns. The worker keeps the result itself."""
+class Compared:
+    """One stock call beside pc.tile, on a part of the picture that fits."""
 
-    measured: Measurement
-    path: str  # how the convolution was computed
-    largest: float  # the largest absolute value of the result, for comparison with a difference
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How much two results differ."""
-
-    largest: float
-    where: str  # which part was compared; empty: all
+    stock: Measurement
+    levels: int  # the largest difference of the two, of 255
+    error: float  # the largest difference of the float32 values, in units of the largest value
 
 
 class _Job:
-    """A stage computed by one library. Every public method is a command."""
+    """The network, run in one way. Every public method is a command."""
 
-    def __init__(self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]):
-        self._stage, self._converted, self._device = stage, converted, device
-        self._peer, self._watch = peer, watch
-        self._module = stage.module().to(device)  # here, because it imports torchvision, which must not be measured
-        self._result = torch.empty(0)
+    def __init__(self, weights: dict[str, Tensor], device: str, watch: Callable[[int], None]) -> None:
+        self._network = Restorer().eval().requires_grad_(False)
+        self._network.load_state_dict(weights)
+        self._network.to(device)
+        self._device, self._watch = device, watch
 
     def available(self) -> int:
         """Bytes that are free on the device."""
         return available_memory(self._device)
 
-    def compute(self) -> Outcome:
-        """Runs the stage, measures it and keeps the result."""
+    def tile(self, image: Path, out: Path, budget: int) -> Measurement:
+        """The image through `pc.tile`, from a file to a file. A strip's rows are given: they need not be searched."""
         import patchconv_native as pc
 
-        module = self._module
-        if self._converted:
-            module = pc.convert(copy.deepcopy(module))
-        with torch.no_grad():
-            # A small first call loads the libraries of the kernels, whose memory is not the convolution's.
-            module(torch.zeros(1, self._stage.channels, 256, 256, device=self._device))
-            input = self._stage.input(self._device)
-            repeats = REPEATS[self._device]
-            result, measured = measure(partial(module, input), meter_for(self._device), repeats, self._watch)
-        path = _path(pc.last_path()) if self._converted else "stock"
-        self._result = result.cpu()  # so that the two workers of a stage do not fill the GPU
-        del result, input
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
-        return Outcome(measured, path, _largest(self._result))
+        self._warm_up()
+        source, result = np.load(image, mmap_mode="r"), np.load(out, mmap_mode="r+")
+        rows = max(8, STRIP_PIXELS // source.shape[3])
+        return self._measured(lambda: pc.tile(self._network, source, budget=budget, tile=rows, out=result))
 
-    def send(self) -> None:
-        """Sends the result to the other worker, which runs `compare`."""
-        with open(self._peer.fileno(), "wb", buffering=0, closefd=False) as pipe:
-            for strip in _strips(self._result):
-                left = strip.numpy().view("uint8").data
-                while left:
-                    left = left[pipe.write(left) :]
+    def blend(self, image: Path, out: Path, side: int) -> Measurement:
+        """Tiles that are blended."""
+        self._warm_up()
+        source, result = np.load(image, mmap_mode="r"), np.load(out, mmap_mode="r+")
+        return self._measured(lambda: blend(self._network, source, result, side, self._device))
 
-    def compare(self) -> Difference:
-        """Compares the result with the one that the other worker sends."""
-        largest = 0.0
-        buffer = torch.empty(STRIP_BYTES // self._result.itemsize, dtype=self._result.dtype)
-        with open(self._peer.fileno(), "rb", buffering=0, closefd=False) as pipe:
-            for strip in _strips(self._result):
-                other = buffer[: strip.numel()]
-                left = other.numpy().view("uint8").data
-                while left:
-                    received = pipe.readinto(left)
-                    if not received:
-                        raise EOFError("the other worker ended before it had sent all of its result")
-                    left = left[received:]
-                largest = max(largest, _largest(torch.sub(strip, other, out=other)))
-        return Difference(largest, "")
+    def compare(self, image: Path, top: int, left: int, height: int, width: int, budget: int) -> Compared:
+        """One stock call on a window, measured, and `pc.tile` on the same."""
+        import patchconv_native as pc
 
-    def compare_bands(self) -> Difference:
-        """Compares bands of the result with stock's, which are computed here from the rows that they depend on."""
-        with torch.no_grad():
-            input = self._stage.input(self._device)
-            bands = stock_bands(self._module, input, self._result.shape[2])
-        largest, rows = 0.0, 0
-        for top, values in bands:
-            part = self._result[:, :, top : top + values.shape[2]]
-            largest = max(largest, _largest(part - values.cpu()))
-            rows += values.shape[2]
-        return Difference(largest, f"in {rows} of {self._result.shape[2]} rows")
+        self._warm_up()
+        source = np.load(image, mmap_mode="r")[:, :, top : top + height, left : left + width].copy()
+        part = torch.from_numpy(source).to(self._device)
+        results: list[Tensor] = []
+        stock = self._measured(lambda: results.append(self._network(part)))
+        one, other = results[0].cpu(), pc.tile(self._network, part, budget=budget).cpu()
+        levels = int(np.abs(as_bytes(one.numpy()).astype(int) - as_bytes(other.numpy())).max())
+        return Compared(stock, levels, float((one - other).abs().max() / one.abs().max()))
 
-    def small_orientation(self, step: int) -> Orientation:
-        """The whole picture's orientation at 1/step of its size."""
-        return orientation(self._result[0], step)
+    def _warm_up(self) -> None:
+        """First calls load code of the kernels and of torch, whose memory is not the network's."""
+        import patchconv_native as pc
 
-    def orientation(self, top: int, left: int, height: int, width: int) -> Orientation:
-        """The orientation of a window of the picture at its own size."""
-        return orientation(self._result[0, :, top : top + height, left : left + width])
+        small = torch.zeros(1, 3, 64, 64, dtype=torch.uint8, device=self._device)
+        self._network(small)
+        pc.tile(self._network, small, budget="8MiB")
 
-    def forget(self) -> None:
-        """Frees the result."""
-        self._result = torch.empty(0)
+    def _measured(self, work: Callable[[], Any]) -> Measurement:
+        return measure(work, meter_for(self._device, mapped=False), watch=self._watch)[1]
 
 
-def _strips(result: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A result as flat pieces of STRIP_BYTES."""
-    return result.contiguous().view(-1).split(STRIP_BYTES // result.itemsize)
-
-
-def _largest(values: torch.Tensor) -> float:
-    """The largest absolute value. Infinite if there is a NaN, which compares as nothing."""
-    low, high = map(float, torch.aminmax(values))
-    return math.inf if math.isnan(low) else max(-low, high)
-
-
-def _path(taken: dict[str, Any]) -> str:
-    return f"in {taken['count']} tiles" if taken["path"] == "tiled" else "handed to stock: it fits"
+def as_bytes(values: np.ndarray) -> np.ndarray:
+    """Values 0 to 1 as those of a picture."""
+    return (values.clip(0, 1) * 255 + 0.5).astype(np.uint8)
 
 
 def _context(device: str) -> SpawnContext | ForkServerContext:
     """How processes start on a device.
 
-    For the CPU they are forked from a server that has imported torch, torchvision and this package. It has computed
-    nothing, so it has no threads that a fork would lose. After a fork CUDA cannot be used: there, each imports anew.
+    For the CPU they are forked from a server that has imported torch and this package. It has computed nothing, so it
+    has no threads that a fork would lose. After a fork CUDA cannot be used: there, each imports anew.
     """
     if device != "cpu":
         return multiprocessing.get_context("spawn")
@@ -176,35 +132,38 @@ def start_server(device: str) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def _serve(commands: Connection, peer: Connection, stage: Stage, converted: bool, device: str) -> None:
+def _serve(commands: Connection, weights: dict[str, np.ndarray], device: str) -> None:
     """Runs in the worker's process: answers commands with (kind, value) until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C ends the demo, which then closes the pipe
+    # Blocks that are freed go back to the system at once; else the C library keeps some, which would count.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, KEPT_BLOCK)
     torch.backends.cudnn.allow_tf32 = False  # compute in float32, as differences are reported
-    job = _Job(stage, converted, device, peer, lambda used: commands.send(("using", used)))
-    while True:
-        try:
-            name, arguments = commands.recv()
-        except EOFError:
-            return
-        try:
-            commands.send(("done", getattr(job, name)(*arguments)))
-        except Exception as error:  # the demo decides what a failure means
-            if out_of_memory(error):
-                commands.send(("out of memory", str(error).splitlines()[0]))
-            else:
-                commands.send(("failed", traceback.format_exc()))
+    tensors = {name: torch.from_numpy(value) for name, value in weights.items()}
+    with torch.no_grad():
+        job = _Job(tensors, device, lambda used: commands.send(("using", used)))
+        while True:
+            try:
+                name, arguments = commands.recv()
+            except EOFError:
+                return
+            try:
+                commands.send(("done", getattr(job, name)(*arguments)))
+            except Exception as error:  # the demo decides what a failure means
+                if out_of_memory(error):
+                    commands.send(("out of memory", str(error).splitlines()[0]))
+                else:
+                    commands.send(("failed", traceback.format_exc()))
 
 
 class Worker:
-    """Starts a process for one stage and one library. A context manager that ends it."""
+    """Starts a process that has the network. A context manager that ends it."""
 
-    def __init__(
-        self, stage: Stage, converted: bool, device: str, peer: Connection, watch: Callable[[int], None]
-    ) -> None:
+    def __init__(self, network: Restorer, device: str, watch: Callable[[int], None]) -> None:
         context = _context(device)
         self._commands, theirs = context.Pipe()
         self._watch = watch
-        self._process = context.Process(target=_serve, args=(theirs, peer, stage, converted, device), daemon=True)
+        weights = {name: value.cpu().numpy() for name, value in network.state_dict().items()}
+        self._process = context.Process(target=_serve, args=(theirs, weights, device), daemon=True)
         self._process.start()
         theirs.close()  # so that the pipe closes when the process ends
 
@@ -218,22 +177,11 @@ class Worker:
         self._process.join()
 
     def ask(self, command: str, *arguments: Any) -> Any:
-        """Sends a command and waits for its answer."""
-        self.start(command, *arguments)
-        return self.answer()
-
-    def start(self, command: str, *arguments: Any) -> None:
-        """Sends a command."""
+        """Sends a command and waits for its answer. Raises OutOfMemory or WorkerError if the worker fails or ends."""
         try:
             self._commands.send((command, arguments))
         except BrokenPipeError:
             raise self._ended() from None
-
-    def answer(self) -> Any:
-        """Waits for the answer to a command given by `start`.
-
-        Raises OutOfMemory or WorkerError if the worker failed or has ended.
-        """
         while True:
             try:
                 kind, value = self._commands.recv()

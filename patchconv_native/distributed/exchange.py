@@ -1,4 +1,4 @@
-"""Messages between ranks: each gets ranges of the whole that others hold. Gradients go the way back."""
+"""Messages between ranks: each gets ranges of the whole that others hold. Gradients go back the same way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import _library
 from ..spatial.axis import Axis, Wanted
 from ..spatial.layout import empty, layout
 from ..spatial.parts import alias
-from .moves import Moves, moves
+from .moves import Moves, moves_for
 from .traffic import add_transfer, count_sent
 
 _library.load()
@@ -25,12 +25,12 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).contiguous()
 
 
-def _like(x: Tensor, came: Tensor, dim: int) -> Tensor:
-    """What came, in the layout of `x`."""
+def _like(x: Tensor, received: Tensor, dim: int) -> Tensor:
+    """What was received, in the layout of `x`."""
     format = layout(x)
     if format == torch.contiguous_format:
-        return came
-    return empty(x, dim, came.size(dim), format).copy_(came)
+        return received
+    return empty(x, dim, received.size(dim), format).copy_(received)
 
 
 class Transfer:
@@ -43,9 +43,9 @@ class Transfer:
         posted = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
         posted += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in receives]
         count_sent([t for _, t in sends])
-        self._kept = sends  # until they are sent
+        self._sending = [t for _, t in sends]  # alive until they are sent
         self._works = dist.batch_isend_irecv(posted) if posted else []
-        self.came = dict(receives)
+        self.received = dict(receives)
         self._times = {"posted": time.perf_counter()}
 
     def wait(self) -> dict[int, Tensor]:
@@ -55,37 +55,37 @@ class Transfer:
                 work.wait()
             self._times["there"] = time.perf_counter()
             add_transfer(self._times)
-        self._kept, self._works = [], []
-        return self.came
+        self._sending, self._works = [], []
+        return self.received
 
 
-def _start(x: Tensor, dim: int, group: Any, plan: Moves) -> Transfer:
+def _start(x: Tensor, dim: int, group: Any, moves: Moves) -> Transfer:
     """Begins to send what others want of x, and to receive what this rank wants of them."""
     x = x.detach()
-    sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim)) for peer, ranges in plan.sends]
-    receives = [(peer, empty(x, dim, count)) for peer, count in plan.receives]
+    sends = [(peer, _joined([x.narrow(dim, a, b - a) for a, b in ranges], dim)) for peer, ranges in moves.sends]
+    receives = [(peer, empty(x, dim, count)) for peer, count in moves.receives]
     return Transfer(group, sends, receives)
 
 
 def _send_back(
-    grad: Tensor | None, came: list[Tensor | None], like: tuple[Any, ...], dim: int, group: Any, plan: Moves,
+    grad: Tensor | None, received: list[Tensor | None], like: tuple[Any, ...], dim: int, group: Any, moves: Moves,
     fresh: bool,
 ) -> Tensor:  # fmt: skip
-    """The way back: gradients of what came go to where it came from, and are added there. fresh: to `grad` in place."""
+    """Backward: gradients of what was received go to its owners and are added there. fresh: to `grad` in place."""
     shape, dtype, device, format = like
     if grad is None:
         grad, fresh = torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=format), True
     sends, receives = [], []
-    for (peer, count), g in zip(plan.receives, came, strict=True):
+    for (peer, count), g in zip(moves.receives, received, strict=True):
         g = empty(grad, dim, count).zero_() if g is None else g.detach().contiguous()
         sends.append((peer, g))
-    for peer, ranges in plan.sends:
+    for peer, ranges in moves.sends:
         receives.append((peer, empty(grad, dim, sum(b - a for a, b in ranges))))
     back = Transfer(group, sends, receives).wait()
-    if not plan.sends:
+    if not moves.sends:
         return grad
     grad = grad if fresh else grad.clone()
-    for peer, ranges in plan.sends:
+    for peer, ranges in moves.sends:
         place = 0
         for a, b in ranges:
             grad.narrow(dim, a, b - a).add_(back[peer].narrow(dim, place, b - a))
@@ -94,30 +94,30 @@ def _send_back(
 
 
 class _Exchange(Function):
-    """x -> (x, what came from each rank). The first output is a view, so that what computed x is still known."""
+    """x -> (x, what each rank sent). The first output is a view, so that what computed x is still known."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, group: Any, plan: Moves, fresh: bool, begun: Transfer | None
+        ctx: Any, x: Tensor, dim: int, group: Any, moves: Moves, fresh: bool, begun: Transfer | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.given = (tuple(x.shape), x.dtype, x.device, layout(x)), dim, group, plan, fresh
-        came = (begun or _start(x, dim, group, plan)).wait()
-        return (alias(x), *(_like(x, came[peer], dim) for peer, _ in plan.receives))
+        ctx.given = (tuple(x.shape), x.dtype, x.device, layout(x)), dim, group, moves, fresh
+        received = (begun or _start(x, dim, group, moves)).wait()
+        return (alias(x), *(_like(x, received[peer], dim) for peer, _ in moves.receives))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        like, dim, group, plan, fresh = ctx.given
+        like, dim, group, moves, fresh = ctx.given
         if torch.is_grad_enabled():
-            return (_SendBack.apply(like, dim, group, plan, *grads), *[None] * 5)
-        return (_send_back(grads[0], list(grads[1:]), like, dim, group, plan, fresh), *[None] * 5)
+            return (_SendBack.apply(like, dim, group, moves, *grads), *[None] * 5)
+        return (_send_back(grads[0], list(grads[1:]), like, dim, group, moves, fresh), *[None] * 5)
 
 
 class _SendBack(Function):
     @staticmethod
-    def forward(ctx: Any, like: Any, dim: int, group: Any, plan: Moves, *grads: Tensor | None) -> Tensor:
-        ctx.given = dim, group, plan
-        return _send_back(grads[0], list(grads[1:]), like, dim, group, plan, False)
+    def forward(ctx: Any, like: Any, dim: int, group: Any, moves: Moves, *grads: Tensor | None) -> Tensor:
+        ctx.given = dim, group, moves
+        return _send_back(grads[0], list(grads[1:]), like, dim, group, moves, False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -136,17 +136,17 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._group, self._x, self._dim, self._index = group, x, dim, axis.index
         self._pads, self._fill, self._fresh = pads, fill, fresh
-        self._plan = moves(axis.cuts, wanted, axis.index)
-        self._transfer = _start(x, dim, group, self._plan) if self._plan.anyone else None
+        self._moves = moves_for(axis.cuts, wanted, axis.index)
+        self._transfer = _start(x, dim, group, self._moves) if self._moves.anyone else None
 
     @property
     def complete(self) -> bool:
         return self._transfer is None
 
-    def _parts(self, x: Tensor, came: dict[int, Tensor]) -> list[Tensor]:
+    def _parts(self, x: Tensor, received: dict[int, Tensor]) -> list[Tensor]:
         parts = []
-        for owner, place, length in self._plan.pieces:
-            source = x if owner == self._index else came[owner]
+        for owner, place, length in self._moves.pieces:
+            source = x if owner == self._index else received[owner]
             parts.append(source if length == source.size(self._dim) else source.narrow(self._dim, place, length))
         if not parts:
             parts.append(x.narrow(self._dim, 0, 0))
@@ -169,10 +169,10 @@ class Exchange:
 
     def finish(self) -> Tensor:
         """The ranges and the padding, joined. Waits for the messages."""
-        x, came = self._x, {}
+        x, received = self._x, {}
         if self._transfer is not None:
-            out = _Exchange.apply(x, self._dim, self._group, self._plan, self._fresh, self._transfer)
-            x, came = out[0], dict(zip((peer for peer, _ in self._plan.receives), out[1:], strict=True))
-        parts = self._parts(x, came)
-        # Not torch.cat: this one is computed again in backward, and keeps no copy of x with its halo.
+            out = _Exchange.apply(x, self._dim, self._group, self._moves, self._fresh, self._transfer)
+            x, received = out[0], dict(zip((peer for peer, _ in self._moves.receives), out[1:], strict=True))
+        parts = self._parts(x, received)
+        # Not torch.cat: this one is computed again in backward, and saves no copy of x with its halo.
         return parts[0] if len(parts) == 1 else _cat(parts, self._dim)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from ..spatial import Axes, Axis, SpatialTensor
 from ..spatial.norms import statistics_over
 from ..spatial.operands import scattered
-from ..wrap import Wrapped, put_on, reason_against
-from .moving import gather, plan_axes, scatter
+from ..wrap import Wrapped, add_kind, reason_against
+from .moving import gather, groups_on_mesh, scatter, takes
 from .ranks import Ranks, group_of, same_everywhere
 
 # Modules that mix all places by matrix products. Every rank gets the whole image for them, and computes all of it.
@@ -77,12 +77,12 @@ class _Synced(Wrapped):
             return nn.modules.batchnorm._BatchNorm.forward(module, input)
 
 
-def _put_around(module: nn.Module) -> None:
+def _run_gathered(module: nn.Module) -> None:
     if reason_against(module, "spatial"):
         # Scripted modules, and those with a forward of the instance: their class cannot do it.
         vars(module)["forward"] = functools.partial(_on_whole_images, module.forward)
     else:
-        put_on(module, _Gathered)
+        add_kind(module, _Gathered)
 
 
 def _random_state(axes: list[Axis]) -> Tensor:
@@ -110,11 +110,26 @@ def _chosen(model: nn.Module, gathered: Iterable[Which]) -> list[str]:
     return [name for name in unique if not any(name.startswith(outer + ".") for outer in unique)]
 
 
+def _in_parts(arguments: Any, mesh: Any, dims: str) -> Any:
+    """Whole images among a model's arguments, this rank's part of each."""
+    given = [t for t in tree_flatten(arguments)[0] if isinstance(t, Tensor)]
+    image = next((t for number in takes(dims)[0][:-1] for t in given if t.dim() == number), None)
+    if image is None or any(isinstance(t, SpatialTensor) for t in given):
+        return arguments
+
+    def part(value: Tensor) -> Tensor:
+        fits = value.dim() == image.dim() and value.shape[2:] == image.shape[2:]
+        return scatter(value, mesh, dims) if fits else value
+
+    return tree_map_only(Tensor, part, arguments)
+
+
 def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterable[Which] = ()) -> nn.Module:
     """Prepares a model, in place, for images of which each rank of `mesh` holds a part; returns it.
 
     Afterwards the model takes `SpatialTensor`s (`scatter` makes them), or a whole image, the same on every rank, of
-    which it takes this rank's part (of all tensors (N, C, H, W) of the first one's height and width that it is given).
+    which it takes this rank's part (of all tensors (N, C, H, W) of the first one's height and width that it is given;
+    of volumes (N, C, D, H, W) and signals (N, C, L) alike).
     Inside, layers exchange the rows (columns) that their geometry asks for, norms use the statistics of the whole
     image, and what is pooled over the whole image is a plain tensor, the same on every rank.
 
@@ -123,7 +138,7 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
     After `backward()` each `p.grad` is the gradient of the whole image, the same on every rank. Parameters used after a
     global pool are used alike by every rank and are not summed. state_dict is what it was.
 
-    mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension for each letter of dims ("H", "W" or "HW"). For
+    mesh: a torch.distributed.device_mesh.DeviceMesh with a dimension for each letter of dims (as of `scatter`). For
     data parallelism besides, give this function the mesh's spatial part and DistributedDataParallel the other group;
     nn.SyncBatchNorm then takes the statistics of all images of its process group.
 
@@ -136,23 +151,21 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
     if getattr(model, "_patchconv_spatial", None) is not None:
         raise ValueError("spatial: this model was prepared before")
     names = _chosen(model, [gather] if isinstance(gather, (str, type)) else gather)
-    axes = list(plan_axes("spatial", mesh, dims, (2**40, 2**40), 2).values())
+    axes = groups_on_mesh("spatial", mesh, dims)
     for tensor in (*model.parameters(), *model.buffers()):
         if not hasattr(tensor, "placements"):  # a DTensor has its own way to be the same
             for axis in axes:
                 dist.broadcast(tensor.detach(), group=group_of(axis), group_src=0)
     for name in names:
-        _put_around(model.get_submodule(name))
+        _run_gathered(model.get_submodule(name))
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            put_on(module, _Synced)
+            add_kind(module, _Synced)
 
     looked = False
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         nonlocal looked
-        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        image = next((t for t in given if not isinstance(t, SpatialTensor) and t.dim() == 4), None)
         if module.training and not looked:
             looked = True
             if not same_everywhere(_random_state(axes), axes):
@@ -160,14 +173,7 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
                     "spatial: random states differ between ranks; dropout and its like need the same one on every "
                     "rank, as after torch.manual_seed(0) on all of them", stacklevel=3,
                 )  # fmt: skip
-        if image is None or any(isinstance(t, SpatialTensor) for t in given):
-            return args, kwargs
-
-        def part(value: Tensor) -> Tensor:
-            fits = value.dim() == 4 and value.shape[2:] == image.shape[2:]
-            return scatter(value, mesh, dims) if fits else value
-
-        return tree_map_only(Tensor, part, (args, kwargs))
+        return _in_parts((args, kwargs), mesh, dims)
 
     vars(model)["_patchconv_spatial"] = tuple(names)
     model.register_forward_pre_hook(take, with_kwargs=True)

@@ -23,7 +23,7 @@ class Moves:
 
 
 @functools.lru_cache(maxsize=4096)
-def moves(cuts: tuple[int, ...], wanted: Wanted, index: int) -> Moves:
+def moves_for(cuts: tuple[int, ...], wanted: Wanted, index: int) -> Moves:
     """For the rank of number `index`, whose part is cuts[index] to cuts[index + 1]."""
     ranks = len(cuts) - 1
 
@@ -37,7 +37,7 @@ def moves(cuts: tuple[int, ...], wanted: Wanted, index: int) -> Moves:
                     found.append((owner, (low, high)))
         return found
 
-    sends, came = [], dict.fromkeys(range(ranks), 0)
+    sends, received = [], dict.fromkeys(range(ranks), 0)
     for reader in range(ranks):
         ranges = tuple((a - cuts[index], b - cuts[index]) for owner, (a, b) in shares(reader) if owner == index)
         if reader != index and ranges:
@@ -47,8 +47,8 @@ def moves(cuts: tuple[int, ...], wanted: Wanted, index: int) -> Moves:
         if owner == index:
             pieces.append((owner, a - cuts[index], b - a))
         else:
-            pieces.append((owner, came[owner], b - a))
-            came[owner] += b - a
+            pieces.append((owner, received[owner], b - a))
+            received[owner] += b - a
     anyone = any(owner != reader for reader in range(ranks) for owner, _ in shares(reader))
-    receives = tuple((owner, count) for owner, count in came.items() if count)
+    receives = tuple((owner, count) for owner, count in received.items() if count)
     return Moves(tuple(sends), receives, tuple(pieces), anyone)

@@ -15,11 +15,23 @@ from ..spatial.parts import fetch, gather_parts, recut
 from ..spatial.windows import inside
 from .ranks import Ranks, even, group_of, same_everywhere
 
+_FROM_THE_END = {"D": 3, "H": 2, "W": 1, "L": 1}
+_DIMS = ("H", "W", "HW", "D", "DH", "DW", "DHW", "L")
 
-def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_dim: int) -> dict[int, Axis]:
-    """The axes of an image whose height and width (`sizes`) are dimensions first_dim and first_dim + 1."""
-    if dims not in ("H", "W", "HW"):
-        raise ValueError(f"{operator}: expected dims to be 'H', 'W' or 'HW', got {dims!r}")
+
+def takes(dims: str) -> tuple[tuple[int, ...], str]:
+    """The numbers of dimensions that a tensor to be cut along `dims` can have, with a batch first; and in words."""
+    if dims == "L":
+        return (3, 2), "(N, C, L) or (C, L)"
+    if "D" in dims:
+        return (5, 4), "(N, C, D, H, W) or (C, D, H, W)"
+    return (4, 5, 3), "(N, C, H, W), (N, C, D, H, W) or (C, H, W)"
+
+
+def axes_on_mesh(operator: str, mesh: Any, dims: str, shape: Sequence[int]) -> dict[int, Axis]:
+    """The axes of an image, a volume or a signal of this shape."""
+    if dims not in _DIMS:
+        raise ValueError(f"{operator}: expected dims to be letters of 'DHW' in this order, or 'L', got {dims!r}")
     if not hasattr(mesh, "ndim") or not hasattr(mesh, "get_group"):
         raise TypeError(f"{operator}: expected mesh to be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != len(dims):
@@ -29,43 +41,53 @@ def plan_axes(operator: str, mesh: Any, dims: str, sizes: Sequence[int], first_d
         )
     axes = {}
     for place, name in enumerate(dims):
-        group = mesh.get_group(place)
-        which = "HW".index(name)
-        cuts = even(operator, name, sizes[which], dist.get_world_size(group))
-        axes[first_dim + which] = Axis(name, cuts, dist.get_rank(group), Ranks(group))
+        group, d = mesh.get_group(place), len(shape) - _FROM_THE_END[name]
+        ranks = dist.get_world_size(group)
+        axes[d] = Axis(name, even(operator, name, shape[d], ranks), dist.get_rank(group), Ranks(group), ranks)
     return axes
 
 
-def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> SpatialTensor:
-    """This rank's part of an image that is the same on every rank: (N, C, H, W) or (C, H, W), cut evenly.
+def groups_on_mesh(operator: str, mesh: Any, dims: str) -> list[Axis]:
+    """Axes of no size in particular, for their groups."""
+    return list(axes_on_mesh(operator, mesh, dims, (2**40,) * 3).values())
 
-    dims: "H", "W" or "HW", cut between the ranks of a DeviceMesh of one or two dimensions. The part is a copy, so that
-    the whole can be freed. Nothing is sent but, with check, a checksum of the shape and of some of the values, which on
-    a GPU waits for them. Differentiable: every rank gets the whole image's gradient. ValueError, on every rank, for
-    fewer rows or columns than ranks, for images that are not the same on all of them, and where mesh and dims do not
-    fit.
+
+def scatter(image: Tensor, mesh: Any, dims: str = "H", check: bool = True) -> SpatialTensor:
+    """This rank's part of an image that is the same on every rank, cut evenly: (N, C, H, W) or (C, H, W). A volume has
+    D before H, a signal (N, C, L) or (C, L).
+
+    dims: "H", "W" or "HW", of a volume also "D", "DH", "DW" or "DHW", of a signal "L"; a letter for each dimension of
+    the DeviceMesh, between whose ranks it is cut. The part is a copy, so that the whole can be freed. Nothing is sent
+    but, with check, a checksum of the shape and of some of the values, which on a GPU waits for them. Differentiable:
+    every rank gets the whole image's gradient. ValueError, on every rank, for sizes below the number of ranks, for
+    images that are not the same on all of them, and where mesh, dims and image do not fit.
     """
     if not isinstance(image, Tensor):
         raise TypeError(f"scatter: expected image to be a Tensor, got {type(image).__name__}")
     if isinstance(image, SpatialTensor):
         raise TypeError("scatter: expected image to be a whole tensor, got a SpatialTensor")
-    if image.dim() not in (3, 4):
+    groups = groups_on_mesh("scatter", mesh, dims)
+    numbers, words = takes(dims)
+    if image.dim() not in numbers:
         raise ValueError(
-            f"scatter: expected image to have dimensions (N, C, H, W) or (C, H, W), got {tuple(image.shape)}"
+            f"scatter: expected image to have dimensions {words} for dims={dims!r}, got {tuple(image.shape)}"
         )
-    if check and not same_everywhere(_sample(image), plan_axes("scatter", mesh, dims, (2**40, 2**40), 0).values()):
+    if check and not same_everywhere(_sample(image, dims), groups):
         raise ValueError(
             f"scatter: expected the same image on every rank, got {tuple(image.shape)} here and other sizes or values "
             "on another rank"
         )
-    return scattered(image, plan_axes("scatter", mesh, dims, image.shape[-2:], image.dim() - 2))
+    return scattered(image, axes_on_mesh("scatter", mesh, dims, image.shape))
 
 
-def _sample(image: Tensor) -> Tensor:
-    """The shape of an image, and its values at up to 32 x 32 places."""
-    rows, columns = (max(1, n // 16) for n in image.shape[-2:])
-    values = image.detach()[..., ::rows, ::columns].double().cpu()
-    return torch.cat([torch.tensor(image.shape, dtype=torch.float64), values.flatten()])
+def _sample(image: Tensor, dims: str) -> Tensor:
+    """The shape of an image, and its values at up to 32 places (of a volume 12) along each spatial dimension."""
+    number = 1 if dims == "L" else 3 if "D" in dims or image.dim() == 5 else 2
+    values = image.detach()
+    for d in range(image.dim() - number, image.dim()):
+        step = max(1, image.size(d) // (6 if number == 3 else 16))
+        values = values[(slice(None),) * d + (slice(None, None, step),)]
+    return torch.cat([torch.tensor(image.shape, dtype=torch.float64), values.double().cpu().flatten()])
 
 
 def gather(x: Tensor) -> Tensor:
@@ -127,16 +149,15 @@ def to_dtensor(x: SpatialTensor, mesh: Any) -> Any:
 
 
 def from_dtensor(x: Any, dims: str = "H") -> SpatialTensor:
-    """A DTensor of shape (N, C, H, W) or (C, H, W) whose placements are Shard of the dimensions that `dims` names, in
-    its mesh's order. ValueError for other placements.
+    """A DTensor of a shape that `scatter` takes, whose placements are Shard of the dimensions that `dims` names, in its
+    mesh's order. ValueError for other placements.
     """
     from torch.distributed.tensor import Shard
 
-    first = x.dim() - 2
-    wanted = tuple(Shard(first + "HW".index(name)) for name in dims if name in "HW")
+    wanted = tuple(Shard(x.dim() - _FROM_THE_END[name]) for name in dims if name in _FROM_THE_END)
     if tuple(x.placements) != wanted:
         raise ValueError(f"from_dtensor: expected placements {wanted} for dims={dims!r}, got {tuple(x.placements)}")
-    axes = plan_axes("from_dtensor", x.device_mesh, dims, x.shape[-2:], first)
+    axes = axes_on_mesh("from_dtensor", x.device_mesh, dims, x.shape)
     local = x.to_local()
     for d, axis in axes.items():
         local = recut(local, d, axis.cut_at(_dtensor_cuts(axis)), axis.cuts)

@@ -46,6 +46,9 @@ class Ranks:
         count_reduced(values)
         return values
 
+    def known(self) -> None:
+        return None
+
     def stack(self, values: Tensor) -> Tensor:
         found = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(found, values, group=self.group)
@@ -57,8 +60,8 @@ def even(operator: str, name: str, size: int, ranks: int) -> tuple[int, ...]:
     """Parts that differ by one at most. ValueError, on every rank alike, where a rank would get nothing."""
     if size < ranks:
         raise ValueError(
-            f"{operator}: expected {name} to have at least {ranks} rows or columns, one for each of {ranks} ranks, "
-            f"got {size}; run this part gathered, or on fewer ranks"
+            f"{operator}: expected {name} to be at least {ranks}, one coordinate for each of {ranks} ranks, got "
+            f"{size}; run this part gathered, or on fewer ranks"
         )
     return (*(_geometry.piece_of(size, ranks, rank)[0] for rank in range(ranks)), size)
 

@@ -9,125 +9,18 @@ What the functions other than convolutions do not serve (`return_indices`, some 
 torch.compile) goes to the stock function. Code under `pc.lean()` and converted layers call these functions.
 """
 
-from .activation import (
-    celu,
-    elu,
-    gelu,
-    hardsigmoid,
-    hardswish,
-    hardtanh,
-    leaky_relu,
-    mish,
-    prelu,
-    relu,
-    relu6,
-    selu,
-    sigmoid,
-    silu,
-    softplus,
-    tanh,
-    threshold,
-)
-from .combine import add, add_, add_relu, cat, linear, mul
-from .conv import (
-    conv,
-    conv1d,
-    conv2d,
-    conv2d_fused,
-    conv3d,
-    conv_transpose,
-    conv_transpose1d,
-    conv_transpose2d,
-    conv_transpose3d,
-    same_padding,
-)
-from .dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
-from .norm import (
-    batch_norm,
-    batch_norm_relu,
-    group_norm,
-    group_norm_silu,
-    instance_norm,
-    layer_norm,
-    local_response_norm,
-    rms_norm,
-)
-from .pool import (
-    adaptive_avg_pool1d,
-    adaptive_avg_pool2d,
-    adaptive_avg_pool3d,
-    adaptive_max_pool1d,
-    adaptive_max_pool2d,
-    adaptive_max_pool3d,
-    avg_pool1d,
-    avg_pool2d,
-    avg_pool3d,
-    max_pool1d,
-    max_pool2d,
-    max_pool3d,
-)
-from .resize import interpolate, pad
+# ruff: noqa: F403
+from . import activation, combine, norm, pool, resize
+from . import conv as _conv  # the functions conv and dropout take their files' names
+from . import dropout as _dropout
+from .activation import *
+from .combine import *
+from .conv import *
+from .dropout import *
+from .norm import *
+from .pool import *
+from .resize import *
 
 __all__ = [
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "add",
-    "add_",
-    "add_relu",
-    "alpha_dropout",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "batch_norm",
-    "batch_norm_relu",
-    "cat",
-    "celu",
-    "conv",
-    "conv1d",
-    "conv2d",
-    "conv2d_fused",
-    "conv3d",
-    "conv_transpose",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "elu",
-    "feature_alpha_dropout",
-    "gelu",
-    "group_norm",
-    "group_norm_silu",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "instance_norm",
-    "interpolate",
-    "layer_norm",
-    "leaky_relu",
-    "linear",
-    "local_response_norm",
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "mish",
-    "mul",
-    "pad",
-    "prelu",
-    "relu",
-    "relu6",
-    "rms_norm",
-    "same_padding",
-    "selu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "tanh",
-    "threshold",
-]
+    name for file in (activation, combine, _conv, _dropout, norm, pool, resize) for name in file.__all__
+]  # fmt: skip

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _library
 from .._library import plain_eager
 
-_library.load()
+__all__ = [
+    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "prelu", "relu", "relu6",
+    "selu", "sigmoid", "silu", "softplus", "tanh", "threshold",
+]  # fmt: skip
+
 _ops = torch.ops.patchconv
 
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _library
 from .._library import plain_eager
 
-_library.load()
+__all__ = ["add", "add_", "add_relu", "cat", "linear", "mul"]
+
 _ops = torch.ops.patchconv
 
 

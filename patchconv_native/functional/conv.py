@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _library
+from .naming import named
+
+__all__ = [
+    "conv", "conv1d", "conv2d", "conv2d_fused", "conv3d", "conv_transpose", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "same_padding",
+]  # fmt: skip
 
 Ints = int | Sequence[int]
 Splits = int | Sequence[int] | None
@@ -233,41 +239,57 @@ def _same(name: str, weight: Tensor, stride: Ints, dilation: Ints) -> list[int]:
     return same_padding(weight.shape[2:], steps)
 
 
-def conv1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    *,
-    padding_mode: str = "zeros",
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv1d: input (N, C, L) or (C, L), weight (K, C/groups, S), result (N, K, P) or (K, P)."""
-    padding = _pads("conv1d", padding, weight, stride, dilation)
-    return conv(1, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
+def _conv(dims: int, doc: str) -> Callable[..., Tensor]:
+    name = f"conv{dims}d"
+
+    def function(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Ints = 1,
+        padding: str | Ints = 0,
+        dilation: Ints = 1,
+        groups: int = 1,
+        *,
+        padding_mode: str = "zeros",
+        splits: Splits = None,
+    ) -> Tensor:
+        padding = _pads(name, padding, weight, stride, dilation)
+        return conv(dims, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
+
+    return named(function, name, f"torch.nn.functional.{name}: {doc}")
 
 
-def conv2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    *,
-    padding_mode: str = "zeros",
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv2d: input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S).
+def _conv_transpose(dims: int, doc: str) -> Callable[..., Tensor]:
+    name = f"conv_transpose{dims}d"
 
-    The result is (N, K, P, Q) or (K, P, Q), in channels_last where input or weight is.
-    """
-    padding = _pads("conv2d", padding, weight, stride, dilation)
-    return conv(2, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
+    def function(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Ints = 1,
+        padding: Ints = 0,
+        output_padding: Ints = 0,
+        groups: int = 1,
+        dilation: Ints = 1,
+        *,
+        splits: Splits = None,
+    ) -> Tensor:
+        return conv_transpose(dims, input, weight, bias, stride, padding, output_padding, groups, dilation, splits)
+
+    return named(function, name, f"torch.nn.functional.{name}: {doc}")
+
+
+conv1d = _conv(1, "input (N, C, L) or (C, L), weight (K, C/groups, S), result (N, K, P) or (K, P).")
+conv2d = _conv(
+    2,
+    "input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S).\n\n"
+    "The result is (N, K, P, Q) or (K, P, Q), in channels_last where input or weight is.",
+)
+conv3d = _conv(3, "input (N, C, D, H, W) or (C, D, H, W), weight (K, C/groups, T, R, S).")
+conv_transpose1d = _conv_transpose(1, "input (N, C, L) or (C, L), weight (C, K/groups, S).")
+conv_transpose2d = _conv_transpose(2, "input (N, C, H, W) or (C, H, W), weight (C, K/groups, R, S).")
+conv_transpose3d = _conv_transpose(3, "input (N, C, D, H, W) or (C, D, H, W), weight (C, K/groups, T, R, S).")
 
 
 def conv2d_fused(
@@ -303,68 +325,3 @@ def conv2d_fused(
         "conv2d_fused", input, weight, bias, {"scale": scale, "residual": residual, "relu": relu}, stride=stride,
         padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode, splits=splits,
     )  # fmt: skip
-
-
-def conv3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: str | Ints = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    *,
-    padding_mode: str = "zeros",
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv3d: input (N, C, D, H, W) or (C, D, H, W), weight (K, C/groups, T, R, S)."""
-    padding = _pads("conv3d", padding, weight, stride, dilation)
-    return conv(3, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
-
-
-def conv_transpose1d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    *,
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv_transpose1d: input (N, C, L) or (C, L), weight (C, K/groups, S)."""
-    return conv_transpose(1, input, weight, bias, stride, padding, output_padding, groups, dilation, splits)
-
-
-def conv_transpose2d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    *,
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv_transpose2d: input (N, C, H, W) or (C, H, W), weight (C, K/groups, R, S)."""
-    return conv_transpose(2, input, weight, bias, stride, padding, output_padding, groups, dilation, splits)
-
-
-def conv_transpose3d(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-    *,
-    splits: Splits = None,
-) -> Tensor:
-    """torch.nn.functional.conv_transpose3d: input (N, C, D, H, W) or (C, D, H, W), weight (C, K/groups, T, R, S)."""
-    return conv_transpose(3, input, weight, bias, stride, padding, output_padding, groups, dilation, splits)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _library
 from .._library import plain_eager
+from .naming import named
 
-_library.load()
+__all__ = ["alpha_dropout", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"]
+
 _ops = torch.ops.patchconv
 
 
@@ -41,9 +42,7 @@ def _channel_dropout(dims: int) -> Callable[[Tensor, float, bool, bool], Tensor]
             return op(input, p)
         return op(input.unsqueeze(0), p).squeeze(0)
 
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}: dropout of whole channels. Saves the seed of its mask."
-    return function
+    return named(function, name, f"torch.nn.functional.{name}: dropout of whole channels. Saves the seed of its mask.")
 
 
 dropout1d, dropout2d, dropout3d = (_channel_dropout(dims) for dims in (1, 2, 3))

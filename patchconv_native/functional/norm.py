@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import _library
 from .._library import plain_eager
 
-_library.load()
+__all__ = [
+    "batch_norm", "batch_norm_relu", "group_norm", "group_norm_silu", "instance_norm", "layer_norm",
+    "local_response_norm", "rms_norm",
+]  # fmt: skip
+
 _ops = torch.ops.patchconv
 
 

@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _library
 from .._library import plain_eager
+from .naming import named
 
-_library.load()
+__all__ = [
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
+    "adaptive_max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d",
+]  # fmt: skip
+
 _ops = torch.ops.patchconv
+_OFFSETS = "Saves one byte an output, two for windows of over 256 elements."
 
 
 def _list(value: Any) -> Any:
@@ -48,9 +53,7 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         lists = (_list(kernel_size), [] if stride is None else _list(stride), _list(padding), _list(dilation))
         return op(input, *lists, ceil_mode)
 
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Saves one byte an output, two for windows of over 256 elements."
-    return function
+    return named(function, name, f"torch.nn.functional.{name}. {_OFFSETS}")
 
 
 def _adaptive_max_pool(dims: int) -> Callable[..., Any]:
@@ -62,9 +65,7 @@ def _adaptive_max_pool(dims: int) -> Callable[..., Any]:
             return stock(input, output_size, return_indices)
         return op(input, _sizes(input, output_size, dims))
 
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Saves one byte an output, two for windows of over 256 elements."
-    return function
+    return named(function, name, f"torch.nn.functional.{name}. {_OFFSETS}")
 
 
 def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
@@ -76,9 +77,7 @@ def _adaptive_avg_pool(dims: int) -> Callable[..., Tensor]:
             return stock(input, output_size)
         return op(input, _sizes(input, output_size, dims))
 
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Saves sizes alone."
-    return function
+    return named(function, name, f"torch.nn.functional.{name}. Saves sizes alone.")
 
 
 def _avg_pool(dims: int) -> Callable[..., Tensor]:
@@ -100,9 +99,7 @@ def _avg_pool(dims: int) -> Callable[..., Tensor]:
         steps = [] if stride is None else _list(stride)
         return op(input, _list(kernel_size), steps, _list(padding), ceil_mode, count_include_pad, *last)
 
-    function.__name__ = name
-    function.__doc__ = f"torch.nn.functional.{name}. Saves sizes alone."
-    return function
+    return named(function, name, f"torch.nn.functional.{name}. Saves sizes alone.")
 
 
 max_pool1d, max_pool2d, max_pool3d = (_max_pool(dims) for dims in (1, 2, 3))

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _library
 from .._library import plain_eager
 
-_library.load()
+__all__ = ["interpolate", "pad"]
+
 _ops = torch.ops.patchconv
 
 # Number of spatial dimensions -> the modes of interpolation that are served.

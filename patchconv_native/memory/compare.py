@@ -38,12 +38,7 @@ class Comparison:
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]
         rows = [(labels.shortened(row[0], 32), *row[1:-1], labels.shortened(row[-1], 56)) for row in rows]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-        sides = "<>>>>><"
-        return "\n".join(
-            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return labels.aligned(rows, "<>>>>><")
 
     def to_markdown(self, path: str | Path | None = None) -> str:
         """The table as Markdown. Written to `path` if one is given."""

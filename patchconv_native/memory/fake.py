@@ -62,7 +62,7 @@ class Storages(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _UNKNOWN:
             raise NotImplementedError(
-                f"memory.trace: fake=True does not serve {func}: what recurrent layers keep for backward is not known "
+                f"memory.trace: fake=True does not serve {func}: what recurrent layers save for backward is not known "
                 "without running them"
             )
         self.there_before_if_real(args)
@@ -125,6 +125,18 @@ def fake_device(device: torch.device) -> torch.device:
 
 
 @contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Silences torch's log of errors on fake tensors, which it also raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextlib.contextmanager
 def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple[FakeTensorMode, Any]]:
     """Replaces the model's parameters and buffers by fake ones on `device` for the block.
 
@@ -154,17 +166,13 @@ def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple
     named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     state = {name: once(tensor) for name, tensor in named}
     given = torch.utils._pytree.tree_map_only(Tensor, once, values)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs the traceback of errors that it also raises
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     # A cumulative average divides by the number of batches, which is unknown in a fake tensor.
     cumulative = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
     try:
         for module in cumulative:
             module.momentum = 0.1
-        with stateless._reparametrize_module(model, state):
+        with unlogged(), stateless._reparametrize_module(model, state):
             yield mode, given
     finally:
-        log.setLevel(level)
         for module in cumulative:
             module.momentum = None

@@ -23,7 +23,7 @@ OPERATORS = 25
 """Rows of what is saved, by operator."""
 TREE = (
     ("parameters", "of the module and all inside it"),
-    ("saved", "kept for backward by what ran inside it, each storage once"),
+    ("saved", "saved for backward by what ran inside it, each storage once"),
     ("own saved", "of that, what its own code saved, not the modules inside it"),
     ("forward peak", "the highest memory during its forward pass, everything counted"),
     ("backward peak", "the same during its backward pass, with what a checkpoint recomputes"),
@@ -211,7 +211,7 @@ def _operators(trace: Trace) -> str:
     if rest := ordered[OPERATORS:]:
         ordered = [*ordered[:OPERATORS], (f"{len(rest):,} more", sum(count for _, count in rest))]
     rows = [f'<tr><th scope="row">{escape(name)}</th>{_number(count, ordered[0][1])}</tr>' for name, count in ordered]
-    lead = f"{format_bytes(trace.saved)} kept for backward, by the operator that saved it."
+    lead = f"{format_bytes(trace.saved)} saved for backward, by the operator that saved it."
     return _table("Saved, by operator", lead, ("operator", "bytes"), rows, "operators")
 
 

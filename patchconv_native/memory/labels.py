@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from .records import Peak, Trace
 
 OUTSIDE = "(model or step)"
@@ -31,6 +33,14 @@ def setting(trace: Trace) -> str:
     if trace.fake:
         parts.append("fake tensors: nothing was computed")
     return ", ".join(parts)
+
+
+def aligned(rows: Iterable[Sequence[str]], sides: str) -> str:
+    """A table as text: a line a row, and a column for each of `sides`, "<" (left) or ">" (right)."""
+    rows = list(rows)
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (zip(row, sides, wide, strict=True) for row in rows)
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, side, width in line).rstrip() for line in lines)
 
 
 def flat(text: str) -> str:

@@ -250,7 +250,7 @@ def plot_saved(trace: Trace, path: str | Path | None = None) -> Any:
     axes.set_axisbelow(True)
     title = _plain(trace.title or "one step", 60)
     axes.set_title(
-        f"Kept for backward, {format_bytes(trace.saved)} in all: {title}", loc="left", weight="bold", fontsize=11
+        f"Saved for backward, {format_bytes(trace.saved)} in all: {title}", loc="left", weight="bold", fontsize=11
     )
     _legend(figure, drawn, ncols=3, fontsize=9)
     return save_figure(figure, path)

@@ -146,7 +146,7 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     found = replay.found
     kinds, times, sizes, ids, ops = (events[key] for key in ("kind", "time", "bytes", "id", "op"))
     operators = [operator_name(name) for name in events["names"]]
-    deltas = (size if kind == MEMORY else 0 for kind, size in zip(kinds, sizes, strict=True))
+    deltas = _deltas(kinds, sizes, ids)
     levels = list(accumulate(deltas, initial=base))
     top = max(range(len(levels)), key=levels.__getitem__) - 1
     live: dict[int, tuple[str, str, str, int]] = {}
@@ -156,7 +156,7 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     for i, (kind, size, block) in enumerate(zip(kinds, sizes, ids, strict=True)):
         replay.now = times[i] * scale
         if kind == MEMORY:
-            replay.current += size
+            replay.current += deltas[i]
             if replay.frames:
                 stretch = replay.frames[-1].stretch
                 stretch.peak = max(stretch.peak, replay.current)
@@ -183,6 +183,23 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     for stretches in found.stretches.values():
         stretches.sort(key=lambda stretch: stretch.start)
     return found
+
+
+def _deltas(kinds: list[int], sizes: list[int], blocks: list[int]) -> list[int]:
+    """By how much each event changes the bytes held. A block that is given out again while it seems to be held was
+    released by a thread that the census does not see, such as gloo's: it counts once.
+    """
+    deltas = []
+    live: dict[int, int] = {}
+    for kind, size, block in zip(kinds, sizes, blocks, strict=True):
+        if kind != MEMORY:
+            deltas.append(0)
+            continue
+        unseen = live.pop(block, 0)
+        deltas.append(size if size < 0 else size - unseen)
+        if size > 0:
+            live[block] = size
+    return deltas
 
 
 def _held(live: dict[int, tuple[str, str, str, int]], static: dict[str, int]) -> list[Held]:

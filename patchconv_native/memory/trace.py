@@ -67,17 +67,17 @@ def device_of(model: nn.Module, inputs: Any) -> torch.device:
 class _Saved:
     """Saved-tensor hooks that record what autograd saves, for which module. Hooks set outside stay in effect."""
 
-    def __init__(self, census: Any, at_work: Callable[[], tuple[int, ...]]) -> None:
-        self._census, self._at_work = census, at_work
+    def __init__(self, census: Any, running: Callable[[], tuple[int, ...]]) -> None:
+        self._census, self._running = census, running
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._kept: list[tuple[weakref.ref[_Kept], tuple[int, ...], str]] = []
+        self._holders: list[tuple[weakref.ref[_Holder], tuple[int, ...], str]] = []
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        holder = _Kept(self._outer[0](tensor) if self._outer else tensor.detach(), tensor._version)
-        self._kept.append((weakref.ref(holder), self._at_work(), operator_name(self._census.operator_name())))
+    def pack(self, tensor: Tensor) -> _Holder:
+        holder = _Holder(self._outer[0](tensor) if self._outer else tensor.detach(), tensor._version)
+        self._holders.append((weakref.ref(holder), self._running(), operator_name(self._census.operator_name())))
         return holder
 
-    def unpack(self, holder: _Kept) -> Tensor:
+    def unpack(self, holder: _Holder) -> Tensor:
         if self._outer:
             return self._outer[1](holder.value)
         if holder.value._version != holder.version:
@@ -91,7 +91,7 @@ class _Saved:
     def count(self, without: set[int]) -> list[tuple[tuple[int, ...], str, int]]:
         """For every storage that is saved now: the modules that were running, the operator, and its bytes."""
         seen, rows = set(without), []
-        for reference, module, operator in self._kept:
+        for reference, module, operator in self._holders:
             holder = reference()
             if holder is None or not isinstance(holder.value, Tensor) or (memory := storage(holder.value)) is None:
                 continue
@@ -101,8 +101,8 @@ class _Saved:
         return rows
 
 
-class _Kept:
-    """Stands for a saved tensor in a node. The node keeps the tensor as long as this object lives."""
+class _Holder:
+    """Stands for a saved tensor in a node. The tensor lives as long as this object."""
 
     __slots__ = ("__weakref__", "value", "version")
 
@@ -119,7 +119,7 @@ class _Marks:
         self.open: list[int] = []
         self.in_backward = False
 
-    def at_work(self) -> tuple[int, ...]:
+    def running(self) -> tuple[int, ...]:
         """The modules that are running, outermost first."""
         return tuple(self.open)
 
@@ -133,18 +133,18 @@ class _Marks:
         for handle in self._handles:
             handle.remove()
 
-    def _mine(self, module: nn.Module) -> int | None:
+    def _number_of(self, module: nn.Module) -> int | None:
         # On a GPU the backward pass, with what checkpoints recompute in it, runs on a thread of autograd. Ours waits.
         ours = self.in_backward or threading.get_ident() == self._thread
         return self._modules.get(module) if ours else None
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
-        if (number := self._mine(module)) is not None:
+        if (number := self._number_of(module)) is not None:
             self.open.append(number)
             self._census.enter(number)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if (number := self._mine(module)) is not None and number in self.open:
+        if (number := self._number_of(module)) is not None and number in self.open:
             while self.open.pop() != number:
                 pass
             self._census.leave(number)
@@ -259,7 +259,7 @@ class _Step:
     def work(self, model: nn.Module, inputs: Any, kwargs: Any, census: Any, own: set[int]) -> None:
         with contextlib.ExitStack() as stack:
             marks = stack.enter_context(_Marks(census, self.modules))
-            saved = _Saved(census, marks.at_work)
+            saved = _Saved(census, marks.running)
             if self.fake:
                 counted = fakes.Storages(census, self.at)
                 self.counted_work = counted.work

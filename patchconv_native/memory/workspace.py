@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +27,10 @@ def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 @functools.lru_cache
 def _rules() -> dict[Any, Callable[..., int]]:
+    stock = {"ours": False}
     rules: dict[Any, Callable[..., int]] = {
-        _aten.convolution.default: _stock_forward,
-        _aten.convolution_backward.default: _stock_backward,
+        _aten.convolution.default: functools.partial(_forward, _STOCK, stock),
+        _aten.convolution_backward.default: functools.partial(_backward, _STOCK_BACKWARD, stock),
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
         _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
         torch.ops.patchconv._max_pool_backward.default: _patchconv_max_pool_backward,
@@ -36,38 +38,16 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.native_layer_norm_backward.default: _layer_norm,
         torch.ops.patchconv._layer_norm.default: _layer_norm,
         torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+        torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
-    for dims in (1, 2, 3):
-        for transposed in ("", "_transpose"):
-            name = f"conv{transposed}{dims}d"
-            forward = functools.partial(_patchconv_forward, bool(transposed))
-            rules[getattr(torch.ops.patchconv, name).default] = forward
-            rules[getattr(torch.ops.patchconv, f"{name}_backward").default] = functools.partial(
-                _patchconv_backward, bool(transposed)
-            )
-    rules[torch.ops.patchconv._conv2d_fused.default] = functools.partial(_patchconv_forward, False)
+    for dims, transposed in itertools.product((1, 2, 3), (False, True)):
+        name = f"conv{'_transpose' if transposed else ''}{dims}d"
+        forward, backward = (_TRANSPOSED, _TRANSPOSED_BACKWARD) if transposed else (_FORWARD, _BACKWARD)
+        known = {"transposed": transposed}
+        rules[getattr(torch.ops.patchconv, name).default] = functools.partial(_forward, forward, known)
+        rules[getattr(torch.ops.patchconv, f"{name}_backward").default] = functools.partial(_backward, backward, known)
     return rules
-
-
-def _tiling(
-    size: tuple[int, ...], strides: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype, device: str,
-    stride: Any, padding: Any, dilation: Any, groups: int, pass_: str,
-    output_padding: Any = None, transposed: bool = False, padding_mode: str = "zeros", splits: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """How a convolution of an input of `size` would be computed, as in `explain`."""
-    dims = len(weight) - 2
-
-    def entries(value: Any) -> list[int]:
-        value = [value] if isinstance(value, int) else list(value)
-        return value * dims if len(value) == 1 else value
-
-    name = str(dtype).removeprefix("torch.")
-    return _C.plan(
-        input=list(size), weight=list(weight), stride=entries(stride), padding=entries(padding),
-        output_padding=entries(output_padding or 0), dilation=entries(dilation), groups=groups, transposed=transposed,
-        padding_mode=padding_mode, splits=None if splits is None else list(splits), input_stride=list(strides),
-        weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
-    )  # fmt: skip
 
 
 def _bytes(shape: Any, dtype: torch.dtype) -> int:
@@ -116,19 +96,6 @@ def _pair(found: dict[str, int], weights: int) -> int:
     return max(found["dgrad"] - weights, found["wgrad"])
 
 
-def _stock_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    input, weight, _, stride, padding, dilation, transposed, output_padding, groups = args
-    found = _tiling(
-        input.shape, input.stride(), weight.shape, input.dtype, device, stride, padding, dilation, groups, "fprop",
-        output_padding, transposed,
-    )  # fmt: skip
-    pass_ = "dgrad" if transposed else "fprop"
-    return _stock(
-        device, found["stock_workspace_bytes"], pass_, *_ordered(transposed, input.shape, result.shape),
-        weight.shape, input.dtype, stride, groups, _last(input),
-    )  # fmt: skip
-
-
 def _last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
@@ -136,31 +103,6 @@ def _last(tensor: Tensor) -> bool:
 def _made_dense(grad: Tensor) -> int:
     """Bytes of the dense copy of an expanded gradient, such as that of a sum."""
     return 0 if grad.is_contiguous() or _last(grad) else _bytes(grad.shape, grad.dtype)
-
-
-def _ordered(transposed: bool, input: Any, output: Any) -> tuple[Any, Any]:
-    """Input and output of the convolution whose input gradient a transposed one is; or of the convolution itself."""
-    return (output, input) if transposed else (input, output)
-
-
-def _stock_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    grad, input, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    taken = {}
-    for pass_, wanted in zip(("dgrad", "wgrad"), mask[:2], strict=True):
-        if wanted:
-            found = _tiling(
-                input.shape, input.stride(), weight.shape, grad.dtype, device, stride, padding, dilation, groups,
-                pass_, output_padding, transposed,
-            )  # fmt: skip
-            taken[pass_] = _stock(
-                device, found["stock_workspace_bytes"], _turned(pass_, transposed),
-                *_ordered(transposed, input.shape, grad.shape), weight.shape, grad.dtype, stride, groups, _last(input),
-            )  # fmt: skip
-    return _pair(taken, _bytes(weight.shape, weight.dtype)) + _made_dense(grad)
-
-
-def _turned(pass_: str, transposed: bool) -> str:
-    return {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_) if transposed else pass_
 
 
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -184,59 +126,87 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devi
     return sum(t.nbytes for t in whole if not t.is_contiguous())
 
 
-def _given(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _flash_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Of torch 2.14 on the CPU, as observed: for each thread, scores of a block of queries and keys, and a block of the
+    result. bfloat16 also packs keys and values, which is about as large as these.
+    """
+    batch, heads, queries, width = args[0].shape
+    keys, threads, size = args[1].shape[2], torch.get_num_threads(), args[0].dtype.itemsize
+    block = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+    scores = block * min(512, keys)
+    bytes_ = threads * (scores + 2 * block + block * width) * max(size, 4)
+    if size == 2:
+        bytes_ += threads * scores * size
+    if args[0].dtype == torch.bfloat16:
+        bytes_ += threads * block * width * 4 + int(1.05 * 2 * batch * heads * keys * width * size)
+    return bytes_
 
 
-_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
+# Arguments of convolutions, stock's and this package's, by place.
+_STOCK = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_STOCK_BACKWARD = ("grad", "input", "weight", "bias_size", *_STOCK[3:], "output_mask")
 _FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 _BACKWARD = ("grad", "input", "weight", "input_size", "weight_size", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_BACKWARD = (*_BACKWARD[:7], "output_padding", "groups", "dilation")
+_DEFAULTS: dict[str, Any] = {
+    "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0, "transposed": False,
+    "padding_mode": "zeros", "splits": None, "ours": True,
+}  # fmt: skip
 
 
-def _taken(found: dict[str, Any], device: str, pass_: str, *shapes: Any) -> int:
-    if found["path"] == "stock":
-        return _stock(device, found["stock_workspace_bytes"], pass_, *shapes)
-    return found["workspace_bytes"]
-
-
-def _patchconv_forward(
-    transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str
-) -> int:
-    a = _DEFAULTS | _given(_TRANSPOSED if transposed else _FORWARD, args, kwargs)
-    input, weight = a["input"], a["weight"]
-    output = result[0] if isinstance(result, (tuple, list)) else result
-    found = _tiling(
-        input.shape, input.stride(), weight.shape, input.dtype, device, a["stride"], a["padding"], a["dilation"],
-        a["groups"], "fprop", a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
-    )  # fmt: skip
-    return _taken(
-        found, device, _turned("fprop", transposed), *_ordered(transposed, input.shape, output.shape), weight.shape,
-        input.dtype, a["stride"], a["groups"], _last(input),
-    )  # fmt: skip
-
-
-def _patchconv_backward(
-    transposed: bool, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str
-) -> int:
-    a = _DEFAULTS | _given(_TRANSPOSED_BACKWARD if transposed else _BACKWARD, args, kwargs)
-    grad: Tensor = a["grad"]
+def _forward(
+    names: tuple[str, ...], known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
+    device: str,
+) -> int:  # fmt: skip
+    a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
     input = a["input"]
-    size, weight = tuple(a["input_size"]), tuple(a["weight_size"])
-    strides = tuple(input.stride()) if input is not None else _like(grad, size)
-    taken = {}
-    for pass_, wanted in zip(("dgrad", "wgrad"), a["output_mask"][:2], strict=True):
-        if wanted:
-            found = _tiling(
-                size, strides, weight, grad.dtype, device, a["stride"], a["padding"], a["dilation"], a["groups"],
-                pass_, a["output_padding"], transposed, a.get("padding_mode", "zeros"), a.get("splits"),
-            )  # fmt: skip
-            taken[pass_] = _taken(
-                found, device, _turned(pass_, transposed), *_ordered(transposed, size, grad.shape), weight,
-                grad.dtype, a["stride"], a["groups"], _last(grad if input is None else input),
-            )  # fmt: skip
+    output = result[0] if isinstance(result, (tuple, list)) else result
+    return _pass(
+        "fprop", a, device, input.shape, input.stride(), a["weight"].shape, input.dtype, output.shape, _last(input)
+    )
+
+
+def _backward(
+    names: tuple[str, ...], known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
+    device: str,
+) -> int:  # fmt: skip
+    a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
+    grad, input = a["grad"], a["input"]
+    size, weight = (tuple(a.get(f"{of}_size") or a[of].shape) for of in ("input", "weight"))
+    strides = _like(grad, size) if input is None else input.stride()
+    last = _last(grad if input is None else input)
+    taken = {
+        pass_: _pass(pass_, a, device, size, strides, weight, grad.dtype, grad.shape, last)
+        for pass_, wanted in zip(("dgrad", "wgrad"), a["output_mask"][:2], strict=True) if wanted
+    }  # fmt: skip
     return _pair(taken, _bytes(weight, grad.dtype)) + _made_dense(grad)
+
+
+def _pass(
+    pass_: str, a: dict[str, Any], device: str, size: Any, strides: Any, weight: Any, dtype: torch.dtype, output: Any,
+    last: bool,
+) -> int:  # fmt: skip
+    """The workspace of one pass of a convolution with the arguments `a`, which is planned as `explain` does."""
+    dims = len(weight) - 2
+
+    def entries(value: Any) -> list[int]:
+        value = [value] if isinstance(value, int) else list(value)
+        return value * dims if len(value) == 1 else value
+
+    name, splits, transposed = str(dtype).removeprefix("torch."), a["splits"], a["transposed"]
+    found = _C.plan(
+        input=list(size), weight=list(weight), stride=entries(a["stride"]), padding=entries(a["padding"]),
+        output_padding=entries(a["output_padding"] or 0), dilation=entries(a["dilation"]), groups=a["groups"],
+        transposed=transposed, padding_mode=a["padding_mode"], splits=None if splits is None else list(splits),
+        input_stride=list(strides), weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
+    )  # fmt: skip
+    if a["ours"] and found["path"] != "stock":
+        return found["workspace_bytes"]
+    ends = (size, output)
+    if transposed:  # the input's gradient of a convolution with the ends turned
+        pass_, ends = {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_), (output, size)
+    return _stock(device, found["stock_workspace_bytes"], pass_, *ends, weight, dtype, a["stride"], a["groups"], last)
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:

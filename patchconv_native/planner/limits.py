@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._bytes import format_bytes
-from ..memory.trace import Loss, trace
-from .plans import Frontier, asked, budget_of, plan
-from .search import Question
+from ..memory.trace import Loss
+from .plans import Frontier, budget_of, checked_question, plan
 from .strategy import Strategy
 
 MOST = 2**24
@@ -53,12 +52,12 @@ def _answer(
     scaled: Callable[[int], tuple[Any, ...]], first: int,
 ) -> int:  # fmt: skip
     wanted = budget_of(owner, budget)
-    question = asked(owner, model, inputs, progress=None, **options)
+    question = checked_question(owner, model, inputs, progress=None, **options)
 
     def largest(strategy: Strategy) -> int:
         undo = strategy.apply(model)
         try:
-            return _largest(lambda count: question.fits(_peak(question, scaled(count)), wanted), first)
+            return _largest(lambda count: question.fits(question.traced(scaled(count)).peak, wanted), first)
         finally:
             undo()
 
@@ -78,13 +77,6 @@ def _least(model: nn.Module, values: tuple[Any, ...], options: dict[str, Any]) -
     return min(found.plans, key=lambda one: one.peak).strategy
 
 
-def _peak(question: Question, values: tuple[Any, ...]) -> int:
-    return trace(
-        question.model, *values, kwargs=question.kwargs, loss=question.loss, optimizer=question.optimizer,
-        device=question.device, fake=True, train=question.train,
-    ).peak  # fmt: skip
-
-
 def max_batch(
     model: nn.Module,
     *inputs: Any,
@@ -99,7 +91,7 @@ def max_batch(
     """The largest batch with which a step of `model` is predicted to fit into `budget` bytes. Nothing is computed.
 
     inputs: an example of the model's inputs. Every tensor whose first dimension equals that of the first tensor is
-    scaled. planned: apply the plan with the least peak first; otherwise the model is taken as it is. Raises ValueError
+    scaled. planned: apply the plan with the least peak first; otherwise the model stays unchanged. Raises ValueError
     if not even a batch of 1 fits.
     """
     batch = next((t.shape[0] for t in inputs if isinstance(t, Tensor) and t.dim()), None)

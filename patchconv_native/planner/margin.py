@@ -16,3 +16,11 @@ def least_budget(peak: int, margin: float) -> int:
 def fits(peak: int, budget: int, margin: float) -> bool:
     """Whether a predicted peak fits a budget, both in bytes."""
     return least_budget(peak, margin) <= budget
+
+
+def largest_peak(budget: int, margin: float) -> int:
+    """The largest predicted peak, in bytes, that fits a budget."""
+    peak = int(budget / (1 + margin)) + 1
+    while peak > 0 and not fits(peak, budget, margin):
+        peak -= 1
+    return peak

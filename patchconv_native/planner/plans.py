@@ -12,20 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from .._bytes import format_bytes, parse_bytes
+from ..convert import convert_report
+from ..memory.labels import aligned
 from ..memory.plot import bytes_axis, new_figure, save_figure
 from ..memory.trace import Loss, device_of
 from .margin import MARGIN, least_budget
 from .search import Candidate, Question, stages
-from .strategy import Strategy, described, remember, taken_off
+from .strategy import Strategy, reasons_for, remember_plan, undo_last_plan
 
 REASONS = 12
 """Lines of a plan's text that say why."""
 
 
 class BudgetError(ValueError):
-    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan."""
+    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan: a `Plan`,
+    or a `TilePlan`.
+    """
 
-    def __init__(self, text: str, least: int, plan: Plan) -> None:
+    def __init__(self, text: str, least: int, plan: Any) -> None:
         super().__init__(text)
         self.least, self.plan = least, plan
 
@@ -36,6 +40,7 @@ class Plan:
 
     strategy: Strategy
     model: str
+    """Its class; " (converted)" follows if `convert` had been applied to it before."""
     device: str
     train: bool
     budget: int | None
@@ -44,9 +49,9 @@ class Plan:
     margin: float
     """The share of `peak` by which the real peak may be higher."""
     extra_time: float
-    """Estimated: 0.3 means 30 % longer than the unchanged model."""
+    """Estimated: 0.3 means 30 % longer than without the plan."""
     stock_peak: int
-    """Predicted for the unchanged model."""
+    """Predicted for the model without the plan: as it was given to `plan`, which may be converted."""
     reasons: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -55,7 +60,7 @@ class Plan:
             lines.append(f"budget  {format_bytes(self.budget)}")
         lines += [
             f"peak    {format_bytes(self.peak)} predicted, {format_bytes(self.needs)} with a margin of "
-            f"{self.margin:.0%}; as it is: {format_bytes(self.stock_peak)}",
+            f"{self.margin:.0%}; without the plan: {format_bytes(self.stock_peak)}",
             f"time    {self.extra_time:+.0%} estimated",
             f"do      {self.strategy}",
         ]
@@ -74,12 +79,12 @@ class Plan:
 
         Raises ValueError if the model lacks a module that the plan names; then nothing has been changed.
         """
-        remember(model, self, self.strategy.apply(model))
+        remember_plan(model, self, self.strategy.apply(model))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
         """Restores the model from before `apply`. ValueError unless this plan was the last one applied to it."""
-        taken_off(model, self)
+        undo_last_plan(model, self)
         return model
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,8 +116,7 @@ class Frontier:
     def __str__(self) -> str:
         rows = [("peak", "time", "do")]
         rows += [(format_bytes(plan.peak), f"{1 + plan.extra_time:.2f}", str(plan.strategy)) for plan in self.plans]
-        wide = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{peak:>{wide[0]}}  {time:>{wide[1]}}  {text}" for peak, time, text in rows)
+        return aligned(rows, ">><")
 
     def plot(self, path: str | Path) -> Path:
         """Writes a figure of the frontier and of everything that was tried. Needs matplotlib."""
@@ -122,7 +126,7 @@ class Frontier:
         times, peaks = [1 + plan.extra_time for plan in self.plans], [plan.peak for plan in self.plans]
         axes.step(times, peaks, where="post", color="#0072b2")
         axes.plot(times, peaks, "o", color="#0072b2", label="frontier")
-        axes.set_xlabel("estimated time of a step (the model as it is: 1)")
+        axes.set_xlabel("estimated time of a step (the unchanged model: 1)")
         axes.set_ylim(bottom=0)
         bytes_axis(axes.yaxis, max(peaks), "predicted peak, ")
         axes.set_title(f"{self.plans[0].model}, {self.plans[0].device}: memory and time")
@@ -131,11 +135,11 @@ class Frontier:
         return Path(path)
 
 
-def asked(
+def checked_question(
     owner: str, model: nn.Module, inputs: Any, kwargs: Any, loss: Any, optimizer: Any, device: Any, train: bool,
     progress: Any,
 ) -> Question:  # fmt: skip
-    """Checks the arguments that `plan`, `max_batch` and `max_size` share."""
+    """The arguments that `plan`, `max_batch` and `max_size` share, checked."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{owner}: expected model to be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -187,7 +191,7 @@ def plan(
         raise ValueError("plan: expected either a budget or frontier=True")
     if amp is not None and amp not in (torch.float16, torch.bfloat16):
         raise ValueError(f"plan: expected amp to be torch.float16 or torch.bfloat16, got {amp!r}")
-    question = asked("plan", model, inputs, kwargs, loss, optimizer, device, train, progress)
+    question = checked_question("plan", model, inputs, kwargs, loss, optimizer, device, train, progress)
     if offload and question.device.type != "cuda":
         raise ValueError("plan: expected offload only for a CUDA device, whose memory is not the host's")
     if offload and not torch.cuda.is_available():
@@ -237,7 +241,7 @@ def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
         by_name |= {facts.name: facts.saved for facts in question.report(plain).trace.modules}
     return Plan(
         strategy=found.strategy,
-        model=type(question.model).__name__,
+        model=type(question.model).__name__ + (" (converted)" if convert_report(question.model).converted else ""),
         device=str(question.device),
         train=question.train,
         budget=budget,
@@ -245,5 +249,5 @@ def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
         margin=question.margin,
         extra_time=found.time - 1,
         stock_peak=stock,
-        reasons=described(found.strategy, by_name),
+        reasons=reasons_for(found.strategy, by_name),
     )

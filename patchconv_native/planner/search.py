@@ -71,12 +71,16 @@ class Question:
     def report(self, strategy: Strategy) -> MemoryReport:
         undo = strategy.apply(self.model)
         try:
-            return trace(
-                self.model, *self.inputs, kwargs=self.kwargs, loss=self.loss, optimizer=self.optimizer,
-                device=self.device, fake=True, train=self.train,
-            )  # fmt: skip
+            return self.traced(self.inputs)
         finally:
             undo()
+
+    def traced(self, inputs: Sequence[Any]) -> MemoryReport:
+        """The step with these inputs, of the model as it is now."""
+        return trace(
+            self.model, *inputs, kwargs=self.kwargs, loss=self.loss, optimizer=self.optimizer, device=self.device,
+            fake=True, train=self.train,
+        )  # fmt: skip
 
     def candidate(self, strategy: Strategy) -> tuple[Candidate, MemoryReport]:
         if self.progress is not None:

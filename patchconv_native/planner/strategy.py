@@ -1,4 +1,4 @@
-"""What a plan turns on in a model, and how that is applied and undone.
+"""What a plan turns on in a model, how that is applied to the model, and how it is undone.
 
 It changes the classes of modules, their `splits` and hooks, never parameters, buffers or the state_dict.
 """
@@ -18,7 +18,7 @@ from .._bytes import format_bytes
 from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
 from ..modules import Split
-from ..wrap import undone
+from ..wrap import class_without
 
 
 @dataclass
@@ -36,27 +36,27 @@ class Strategy:
     amp: str | None = None
     """The dtype of autocast."""
     offload: bool = False
-    """Keep the tensors saved for backward in the host's memory."""
+    """Whether tensors saved for backward wait in the host's memory."""
 
     def __str__(self) -> str:
-        words = []
+        parts = []
         if self.convert:
-            words.append("convert(functional=True)" if self.functional else "convert")
+            parts.append("convert(functional=True)" if self.functional else "convert")
         if self.splits:
-            words.append(f"{len(self.splits)} convolutions in more tiles")
+            parts.append(f"{len(self.splits)} convolutions in more tiles")
         if self.checkpoints:
-            words.append(f"{len(self.checkpoints)} checkpoint{'s' if len(self.checkpoints) > 1 else ''}")
+            parts.append(f"{len(self.checkpoints)} checkpoint{'s' if len(self.checkpoints) > 1 else ''}")
         if self.amp:
-            words.append(f"autocast to {self.amp}")
+            parts.append(f"autocast to {self.amp}")
         if self.offload:
-            words.append("saved tensors on the host")
-        return ", ".join(words) or "the model as it is"
+            parts.append("saved tensors on the host")
+        return ", ".join(parts) or "no change to the model"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Puts it on `model`, in place, and returns what takes it off again. On an error nothing has been changed."""
+        """Applies it to `model`, in place, and returns what undoes this. On an error nothing has been changed."""
         modules = dict(model.named_modules())
         for name in (*self.splits, *self.checkpoints):
             if name not in modules:
@@ -69,7 +69,7 @@ class Strategy:
             classes = {}
             for name, module in modules.items():
                 now = type(module)
-                classes[module] = undone(before[module][0], after.get(module, now), now)
+                classes[module] = class_without(before[module][0], after.get(module, now), now)
                 if classes[module] is None:
                     raise ValueError(
                         f"plan.undo: expected module {name!r} to be what the plan made of it, got {now}: "
@@ -93,12 +93,12 @@ class Strategy:
                     raise ValueError(f"plan: expected {name!r} to be a convolution, got {type(module).__name__}")
                 module.splits = tuple(entries)
             if self.checkpoints:
-                there = [name for name, module in modules.items() if is_checkpointed(module)]
-                checkpoint_modules(model, [*there, *(name for name in self.checkpoints if name not in there)])
+                already = [name for name, module in modules.items() if is_checkpointed(module)]
+                checkpoint_modules(model, [*already, *(name for name in self.checkpoints if name not in already)])
             if self.amp or self.offload:
-                around = _Around(self.amp, self.offload)
-                handles.append(model.register_forward_pre_hook(around.enter, prepend=True))
-                handles.append(model.register_forward_hook(around.leave, always_call=True))
+                contexts = _ForwardContexts(self.amp, self.offload)
+                handles.append(model.register_forward_pre_hook(contexts.enter, prepend=True))
+                handles.append(model.register_forward_hook(contexts.leave, always_call=True))
         except BaseException:
             undo()
             raise
@@ -106,12 +106,12 @@ class Strategy:
         return undo
 
 
-class _Around:
+class _ForwardContexts:
     """Autocast and offloading around a model's forward pass, by a hook before it and one after it."""
 
     def __init__(self, amp: str | None, offload: bool) -> None:
         self._amp, self._offload = amp, offload
-        self._open: Any = _Open()
+        self._thread: Any = _ThreadState()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_amp": self._amp, "_offload": self._offload}
@@ -126,53 +126,53 @@ class _Around:
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, self._amp)))
         if self._offload:
             stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
-        self._open.stacks.append(stack)
+        self._thread.stacks.append(stack)
 
     def leave(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        if self._open.stacks:
-            self._open.stacks.pop().close()
+        if self._thread.stacks:
+            self._thread.stacks.pop().close()
 
 
-class _Open(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.stacks: list[ExitStack] = []
 
 
-class _Applied(list[tuple[object, Callable[[], None]]]):
-    """The plans on a model, first to last, with what takes them off. Copies and pickles of the model have none."""
+class _AppliedPlans(list[tuple[object, Callable[[], None]]]):
+    """The plans applied to a model, in order, each with what undoes it. Copies and pickles of the model have none."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _Applied, ()
+        return _AppliedPlans, ()
 
 
-def remember(model: nn.Module, owner: object, undo: Callable[[], None]) -> None:
-    """That `owner` was applied to the model. Plans are taken off in the reverse order."""
-    vars(model).setdefault("_patchconv_plans", _Applied()).append((owner, undo))
+def remember_plan(model: nn.Module, plan: object, undo: Callable[[], None]) -> None:
+    """Remembers that `plan` was applied to the model. Plans are undone in the reverse order."""
+    vars(model).setdefault("_patchconv_plans", _AppliedPlans()).append((plan, undo))
 
 
-def taken_off(model: nn.Module, owner: object) -> None:
-    """Undoes the last plan applied to the model; ValueError if that was not `owner`."""
-    stack = vars(model).get("_patchconv_plans", _Applied())
-    if not stack or stack[-1][0] is not owner:
+def undo_last_plan(model: nn.Module, plan: object) -> None:
+    """Undoes the last plan applied to the model; ValueError if that was not `plan`."""
+    applied = vars(model).get("_patchconv_plans", _AppliedPlans())
+    if not applied or applied[-1][0] is not plan:
         raise ValueError("plan.undo: expected a model that this plan was the last one applied to, got another")
-    stack[-1][1]()
-    stack.pop()
-    if not stack:
+    applied[-1][1]()
+    applied.pop()
+    if not applied:
         del vars(model)["_patchconv_plans"]
 
 
-def described(strategy: Strategy, bytes_: dict[str, int]) -> list[str]:
-    """A line for each thing that the strategy does: what and why."""
+def reasons_for(strategy: Strategy, saved: dict[str, int]) -> list[str]:
+    """A line for each thing that the strategy does: what and why. saved: bytes by module name, and by "convert"."""
     lines = []
     if strategy.convert:
         what = "layers and functional code" if strategy.functional else "layers"
         lines.append(
-            f"convert: {what} keep less for backward ({format_bytes(bytes_.get('convert', 0))} less at the peak)"
+            f"convert: {what} save less for backward ({format_bytes(saved.get('convert', 0))} less at the peak)"
         )
     for name, entries in strategy.splits.items():
         lines.append(f"splits {' x '.join(map(str, entries))}: {name}: a smaller workspace")
     for name in strategy.checkpoints:
-        lines.append(f"checkpoint: {name}: saves {format_bytes(bytes_.get(name, 0))}, and runs again in backward")
+        lines.append(f"checkpoint: {name}: {format_bytes(saved.get(name, 0))} less saved, and runs again in backward")
     if strategy.amp:
         lines.append(f"autocast to {strategy.amp}: nothing exact fits")
     if strategy.offload:

@@ -25,12 +25,16 @@ class Axis:
     """One dimension of a tensor, as one part sees it."""
 
     name: str
-    """"H" or "W", for messages."""
+    """"D", "H" or "W" of an image or a volume, "L" of a signal; for messages."""
     cuts: tuple[int, ...]
     """Part i has the coordinates cuts[i] to cuts[i + 1]."""
     index: int
     """Which part this is."""
     executor: Executor
+    least: int = 1
+    """Of how many coordinates a result along this dimension must be, to be cut. Every part has all of a slice that is
+    of fewer.
+    """
 
     @property
     def size(self) -> int:
@@ -78,8 +82,24 @@ class Fetch(Protocol):
         ...
 
 
+@dataclass
+class AtHand:
+    """A `Fetch` of which nothing has to come."""
+
+    result: Tensor
+    dim: int
+    complete: bool = True
+
+    def rows(self, low: int, high: int) -> Tensor:
+        return self.result.narrow(self.dim, low, high - low)
+
+    def finish(self) -> Tensor:
+        return self.result
+
+
 class Executor(Protocol):
     """What runs rules on the parts along one dimension. Every part's call asks for the same things in the same order.
+    Answers of several questions are not held against each other part by part: the parts may be others each time.
 
     None of the answers but `fetch`'s has autograd history; `parts` makes differentiable functions of them.
     """
@@ -114,6 +134,10 @@ class Executor(Protocol):
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of all parts' values, the same bits for every part. May write into `values`."""
+        ...
+
+    def known(self) -> Tensor | None:
+        """What `stack` would answer next, where that is known without this part's values; else None."""
         ...
 
     def stack(self, values: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .layout import empty, layout
 from .operands import parameter
 from .rules import rule
 from .tensor import SpatialTensor
-from .windows import Window, check_image, fetching, pair, reading
+from .windows import Window, check_image, fetching, listed, reading
 
 _C = _library.load()
 _ops = torch.ops.patchconv
@@ -27,49 +27,43 @@ PIECES = 8
 """How many pieces the outputs that need no halo are computed in. Each piece is copied to its place."""
 
 
-def _pads_of(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    if padding == "valid":
-        return [(0, 0), (0, 0)]
+def _pads_of(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
+    """Two numbers, before and after, for each dimension."""
+    dims = len(kernel)
     if padding == "same":
-        spare = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
-        return [(spare[0] // 2, spare[0] - spare[0] // 2), (spare[1] // 2, spare[1] - spare[1] // 2)]
-    entries = [padding] if isinstance(padding, int) else list(padding)
-    if len(entries) == 4:
-        return [(entries[0], entries[1]), (entries[2], entries[3])]
-    rows, columns = pair(entries)
-    return [(rows, rows), (columns, columns)]
+        return functional.same_padding(kernel, dilation)
+    entries = listed(0 if padding == "valid" else padding, dims)
+    return entries if len(entries) == 2 * dims else [entry for entry in entries for _ in range(2)]
 
 
-@rule(torch.conv2d, _ops.conv2d, _ops.conv2d.default)
-def conv2d(
-    input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1, *, padding_mode: str = "zeros", splits: Any = None,
+def _conv(
+    dims: int, input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,
+    padding_mode: str, splits: Any,
 ) -> Tensor:  # fmt: skip
-    local, first = check_image("conv2d", input)
-    kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
+    name = f"conv{dims}d"
+    local, first = check_image(name, input, dims)
+    kernel, strides, dilations = list(weight.shape[2:]), listed(stride, dims), listed(dilation, dims)
     pads = _pads_of(padding, kernel, dilations)
     axes: Axes = {}
-    op_padding = [*pads[0], *pads[1]]  # what the operator itself adds: none along cut dimensions
+    op_padding = list(pads)  # what the operator itself adds: none along cut dimensions
     weight, bias = parameter(weight, input), parameter(bias, input)
 
     def conv(x: Tensor, recorded: bool = True) -> Tensor:
         w, b = weight, bias
         if not recorded:
             w, b = weight.detach(), None if bias is None else bias.detach()
-        return functional.conv2d(
-            x, w, b, strides, op_padding, dilations, groups, padding_mode=padding_mode, splits=splits
-        )
+        return functional.conv(dims, x, w, b, strides, op_padding, dilations, groups, padding_mode, splits)
 
     for d in sorted(input.axes, reverse=True):
         axis, i = input.axes[d], d - first
-        window = Window(kernel[i], strides[i], dilations[i], pads[i][0])
-        size = (axis.size + sum(pads[i]) - window.reach) // strides[i] + 1
-        if size < 1:
+        window = Window(kernel[i], strides[i], dilations[i], pads[2 * i])
+        padded = axis.size + pads[2 * i] + pads[2 * i + 1]
+        if padded < window.reach:
             raise RuntimeError(
-                f"conv2d: expected {axis.name} of the padded input to be at least {window.reach}, the kernel's reach, "
-                f"got {axis.size + sum(pads[i])}"
+                f"{name}: expected {axis.name} of the padded input to be at least {window.reach}, the kernel's reach, "
+                f"got {padded}"
             )
-        axes[d] = window.small_axis("conv2d", axis, size)
+        axes[d] = window.small_axis(name, axis, (padded - window.reach) // strides[i] + 1)
         op_padding[2 * i : 2 * i + 2] = 0, 0
         reads = [window.reads(part) for part in axes[d].ranges()]
         if d > min(input.axes) or padding_mode != "zeros":
@@ -82,9 +76,19 @@ def conv2d(
             return SpatialTensor(y, axes)
         local = coming.finish()
         if y is not None:
-            y = _C.conv_given(2, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
+            y = _C.conv_given(dims, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
             return SpatialTensor(y, axes)
     return SpatialTensor(conv(local), axes)
+
+
+def _conv_rule(dims: int) -> Callable[..., Tensor]:
+    def serve(
+        input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1, *, padding_mode: str = "zeros", splits: Any = None,
+    ) -> Tensor:  # fmt: skip
+        return _conv(dims, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
+
+    return serve
 
 
 def _any_grad(*tensors: Tensor | None) -> bool:
@@ -122,17 +126,17 @@ def in_pieces(
     return y
 
 
-@rule(torch.conv_transpose2d, _ops.conv_transpose2d, _ops.conv_transpose2d.default)
-def conv_transpose2d(
-    input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
-    groups: int = 1, dilation: Any = 1, *, splits: Any = None,
+def _conv_transpose(
+    dims: int, input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, output_padding: Any,
+    groups: int, dilation: Any, splits: Any,
 ) -> Tensor:  # fmt: skip
-    local, first = check_image("conv_transpose2d", input)
-    kernel, strides, dilations = list(weight.shape[2:]), pair(stride), pair(dilation)
-    pads, more = pair(padding), pair(output_padding)
+    name = f"conv_transpose{dims}d"
+    local, first = check_image(name, input, dims)
+    kernel, strides, dilations = list(weight.shape[2:]), listed(stride, dims), listed(dilation, dims)
+    pads, more = listed(padding, dims), listed(output_padding, dims)
     axes: Axes = {}
     op_padding, extra, crops = [], [], []
-    for i in range(2):
+    for i in range(dims):
         d = first + i
         window = Window(kernel[i], strides[i], dilations[i], pads[i])
         size = (input.size(d) - 1) * strides[i] - 2 * pads[i] + window.reach + more[i]
@@ -142,8 +146,8 @@ def conv_transpose2d(
             continue
         axis = input.axes[d]
         if size < 1:
-            raise RuntimeError(f"conv_transpose2d: expected an output of at least 1 along {axis.name}, got {size}")
-        axes[d] = window.big_axis("conv_transpose2d", axis, size)
+            raise RuntimeError(f"{name}: expected an output of at least 1 along {axis.name}, got {size}")
+        axes[d] = window.big_axis(name, axis, size)
         # What touches a part of the output; one coordinate at least, so that there is something to compute with.
         reads = []
         for part in axes[d].ranges():
@@ -159,20 +163,45 @@ def conv_transpose2d(
         extra.append(0)
         crops.append((d, low - begin, end - high, high - low))
     weight, bias = parameter(weight, input), parameter(bias, input)
-    y = functional.conv_transpose2d(local, weight, bias, strides, op_padding, extra, groups, dilations, splits=splits)
+    y = functional.conv_transpose(
+        dims, local, weight, bias, strides, op_padding, extra, groups, dilations, splits
+    )  # fmt: skip
     for d, before, after, length in crops:
         if before < 0 or after < 0:  # reached by no input: the bias alone
-            y = _with_bias_rows(y, bias, d, max(-before, 0), max(-after, 0))
+            y = _with_bias(y, bias, first - 1, d, max(-before, 0), max(-after, 0))
             before = max(before, 0)
         y = y.narrow(d, before, length)
     return SpatialTensor(y, axes)
 
 
-def _with_bias_rows(y: Tensor, bias: Tensor | None, dim: int, before: int, after: int) -> Tensor:
+def _conv_transpose_rule(dims: int) -> Callable[..., Tensor]:
+    def serve(
+        input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, groups: int = 1, dilation: Any = 1, *, splits: Any = None,
+    ) -> Tensor:  # fmt: skip
+        return _conv_transpose(
+            dims, input, weight, bias, stride, padding, output_padding, groups, dilation, splits
+        )  # fmt: skip
+
+    return serve
+
+
+def _with_bias(y: Tensor, bias: Tensor | None, channels: int, dim: int, before: int, after: int) -> Tensor:
+    """y, with the bias alone at so many coordinates more along `dim`. channels: the dimension of the channels."""
     parts = []
     for length in (before, after):
         shape = list(y.shape)
         shape[dim] = length
         rows = y.new_zeros(shape)
-        parts.append(rows if bias is None else rows + bias.to(y.dtype).view(-1, 1, 1))
+        parts.append(rows if bias is None else rows + bias.to(y.dtype).view(-1, *[1] * (y.dim() - 1 - channels)))
     return torch.cat([parts[0], y, parts[1]], dim)
+
+
+def _functions(name: str) -> list[Any]:
+    op = getattr(_ops, name)
+    return [getattr(torch, name), op, op.default]
+
+
+for _dims in (1, 2, 3):
+    rule(*_functions(f"conv{_dims}d"))(_conv_rule(_dims))
+    rule(*_functions(f"conv_transpose{_dims}d"))(_conv_transpose_rule(_dims))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def layout(x: Tensor) -> torch.memory_format:
-    """channels_last where x has that format alone, contiguous_format for everything else."""
-    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if last else torch.contiguous_format
+    """channels_last (or channels_last_3d) where x has that format alone, contiguous_format for everything else."""
+    last = _LAST.get(x.dim())
+    if last is not None and x.is_contiguous(memory_format=last) and not x.is_contiguous():
+        return last
+    return torch.contiguous_format
 
 
 def in_layout_of(like: Tensor, made: Tensor) -> Tensor:
-    """`made`, in channels_last where `like` is."""
-    return made.contiguous(memory_format=torch.channels_last) if layout(like) == torch.channels_last else made
+    """`made`, in channels_last where `like`, of as many dimensions, is."""
+    format = layout(like)
+    return made if format == torch.contiguous_format else made.contiguous(memory_format=format)
 
 
 def empty(like: Tensor, dim: int, length: int, format: torch.memory_format = torch.contiguous_format) -> Tensor:

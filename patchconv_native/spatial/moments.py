@@ -32,17 +32,21 @@ class Moments(NamedTuple):
     """Of values that each mean is taken over."""
 
 
-def moments(x: Tensor, dims: Sequence[int], executors: Executors) -> Moments:
-    """Over these dimensions of all parts; they are kept, with size 1."""
-    x = x.detach()
-    var, mean = torch.var_mean(x.to(precise(x.dtype)), list(dims), correction=0, keepdim=True)
-    count = math.prod(x.size(d) for d in dims)
-    found = torch.stack([mean.double(), var.double() * count, torch.full_like(mean, count, dtype=torch.float64)])
-    means, squares, counts = all_parts(found, executors).unbind(1)
+def moments(x: Tensor, dims: Sequence[int], executors: Executors, number: int | None = None) -> Moments:
+    """Over these dimensions of all parts; they are kept, with size 1. number: of values that each mean is taken over,
+    where that is known.
+    """
+
+    def of_part() -> Tensor:
+        var, mean = torch.var_mean(x.detach().to(precise(x.dtype)), list(dims), correction=0, keepdim=True)
+        count = math.prod(x.size(d) for d in dims)
+        return torch.stack([mean.double(), var.double() * count, torch.full_like(mean, count, dtype=torch.float64)])
+
+    means, squares, counts = all_parts(of_part, executors).unbind(1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
     squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
-    return Moments(mean, squares / total, int(total.flatten()[0]))
+    return Moments(mean, squares / total, int(total.flatten()[0]) if number is None else number)
 
 
 class _Normalized(Function):
@@ -173,15 +177,34 @@ def _normalize_lean(
     return functional.batch_norm(flat, mean, var, weight, bias, False, 0.0, eps).view(x.shape)
 
 
+def _any_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _scaled(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float, found: Moments
+) -> Tensor:
+    """Without gradients: one pass, with a factor and a summand for each channel, as torch's own norms compute."""
+    scale, shift = (found.var + eps).rsqrt(), found.mean
+    if weight is not None:
+        scale = scale * weight.view(shape).double()
+    shift = -shift * scale
+    if bias is not None:
+        shift = shift + bias.view(shape).double()
+    dtype = precise(x.dtype)
+    return torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
+
+
 def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], dims: tuple[int, ...], eps: float,
-    executors: Executors, found: Moments | None = None,
+    executors: Executors, found: Moments,
 ) -> Tensor:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias, with the moments of all parts over `dims`.
 
     weight, bias: the same for every part; `shape` is what they are viewed as, to broadcast against x.
     """
-    found = found or moments(x, dims, executors)
+    if not (torch.is_grad_enabled() and (x.requires_grad or _any_grad(weight, bias))):
+        return _scaled(x, weight, bias, shape, eps, found)
     if in_lean() and torch.is_grad_enabled() and (0 in dims or (shape and (x.size(0) == 1 or x.is_contiguous()))):
         return _normalize_lean(x, weight, bias, dims, eps, executors, found)
     weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))

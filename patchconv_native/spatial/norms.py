@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,7 +74,8 @@ def _batch_norm(
     dims = (0, *range(2, x.dim()))
     wider = _wider.get()
     executors = executors_of(x.axes) if wider is None else (wider,)
-    mean, var, count = found = moments(local, dims, executors)
+    number = x.numel() // x.size(1) if wider is None else None
+    mean, var, count = found = moments(local, dims, executors, number)
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
     _update(running_mean, mean, momentum, executors)
@@ -116,7 +118,9 @@ def group_norm(
     grouped = local.unflatten(1, (num_groups, -1))
     spatial = input.dim() - 2
     shape = [1, num_groups, -1, *[1] * spatial]
-    y = normalize(grouped, weight, bias, shape, tuple(range(2, 3 + spatial)), eps, executors_of(input.axes))
+    dims, executors = tuple(range(2, 3 + spatial)), executors_of(input.axes)
+    found = moments(grouped, dims, executors, math.prod(input.shape[1:]) // num_groups)
+    y = normalize(grouped, weight, bias, shape, dims, eps, executors, found)
     return SpatialTensor(y.flatten(1, 2), input.axes)
 
 
@@ -136,7 +140,7 @@ def instance_norm(
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims, executors = tuple(range(2, input.dim())), executors_of(input.axes)
-    mean, var, count = moments(input._local, dims, executors)
+    mean, var, count = moments(input._local, dims, executors, math.prod(input.shape[2:]))
     if count == 1:
         raise ValueError(f"Expected more than 1 spatial element when training, got input size {input.shape}")
     _update(running_mean, mean.mean(0), momentum, executors)
@@ -167,7 +171,9 @@ def layer_norm(
     if any(d < first for d in input.axes):
         raise refuse("layer_norm", "one of its cut dimensions is normalized over, and another one is not")
     dims = tuple(range(first, input.dim()))
-    y = SpatialTensor(normalize(input._local, None, None, (), dims, eps, executors_of(input.axes)), input.axes)
+    executors = executors_of(input.axes)
+    found = moments(input._local, dims, executors, math.prod(normalized_shape))
+    y = SpatialTensor(normalize(input._local, None, None, (), dims, eps, executors, found), input.axes)
     if weight is not None:
         (local, w), axes = aligned("layer_norm", (y, weight))
         y = SpatialTensor(local * w.to(local.dtype), axes)
@@ -196,6 +202,8 @@ def rms_norm(
 
 @rule(F.normalize)
 def _normalize(input: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Tensor:
-    if not isinstance(input, SpatialTensor) or dim % input.dim() in input.axes:
-        raise refuse("normalize", "the dimension that it sums over is cut")
+    if not isinstance(input, SpatialTensor) or not isinstance(dim, int):
+        raise refuse("normalize", "it takes a SpatialTensor and one dimension")
+    if dim % input.dim() in input.axes:
+        return input / torch.norm(input, p, dim, keepdim=True).clamp_min(eps)
     return wrap(F.normalize(input._local, p, dim, eps), input.axes)

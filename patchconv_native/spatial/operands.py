@@ -69,7 +69,9 @@ def _common_axes(function: str, values: Sequence[Any], dims: int) -> Axes:
         for d, axis in value.axes.items():
             place = d + dims - value.dim()
             first = axes.setdefault(place, axis)
-            if first.size != axis.size:
+            if first.size == 1:  # it broadcasts
+                axes[place] = axis
+            elif axis.size not in (1, first.size):
                 raise RuntimeError(
                     f"{function}: expected dimension {place} to have the same size in all operands, got {first.size} "
                     f"and {axis.size}"
@@ -85,7 +87,10 @@ def _part(function: str, value: SpatialTensor, axes: Axes, shift: int) -> Tensor
     for d in here:
         if d >= 0 and d not in value.axes and value.size(d) != 1:
             raise refuse(function, "its operands are cut along different dimensions")
-    local = recut(value, {d: here[d].cuts for d in value.axes})._local
+    local = recut(value, {d: here[d].cuts for d, axis in value.axes.items() if axis.size == here[d].size})._local
+    for d, axis in value.axes.items():
+        if axis.size != here[d].size:  # every part reads the one row
+            local = parts.fetch(local, d, axis, (((0, 1),),) * here[d].count)
     # Along the dimensions that it is not cut along, it is the same for every part.
     return shared(local, tuple(axis.executor for d, axis in here.items() if d not in value.axes))
 

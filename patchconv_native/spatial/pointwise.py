@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..lean import _Redirect, in_lean
-from .layout import layout
 from .operands import aligned, local_of, parameter, wrap
-from .parts import part_of
 from .rules import name_of, refuse, rule, rules
 from .tensor import SpatialTensor
 
@@ -49,9 +47,12 @@ def _getter(name: str) -> Any:
 
 _SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_quantized is_nested is_xla itemsize"
 _SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
-rules(_on_wrapper, map(_getter, _SIZES.split()))
-rules(_on_wrapper, (getattr(Tensor, name) for name in _SIZE_METHODS.split()))
-rules(_on_wrapper, (torch.is_floating_point, torch.is_complex, torch.numel))
+OF_SHAPE = frozenset((
+    *map(_getter, _SIZES.split()), *(getattr(Tensor, name) for name in _SIZE_METHODS.split()),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+))  # fmt: skip
+"""Functions whose answer follows from the shape, dtype and device alone."""
+rules(_on_wrapper, OF_SHAPE)
 
 
 def _on_local(function: Any) -> Callable[..., Any]:
@@ -132,6 +133,10 @@ _LOCAL_FUNCTIONS = (
 )  # fmt: skip
 
 
+BY_PLACE: set[Any] = set()
+"""Functions of one image that are computed of a part as they are of the whole."""
+
+
 def _unary(function: Any) -> Callable[..., Any]:
     in_place_name = name_of(function)
     in_place_name = in_place_name if in_place_name.endswith("_") and not in_place_name.startswith("__") else ""
@@ -142,6 +147,7 @@ def _unary(function: Any) -> Callable[..., Any]:
         local = _fitting(function)(x._local, *args, **kwargs)
         return x if in_place_name or local is x._local else wrap(local, x.axes)
 
+    BY_PLACE.add(function)
     return serve
 
 
@@ -220,61 +226,3 @@ def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(x, SpatialTensor) and 1 not in x.axes:
         return wrap(F.local_response_norm(x._local, *args, **kwargs), x.axes)
     raise refuse("local_response_norm", "it takes a SpatialTensor that is not cut along its channels")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Dropout: the mask of one device that has the whole image.
-
-
-def _mask_of_one_device(x: SpatialTensor, p: float) -> Tensor:
-    """Draws for the whole image, as one device would with this random state, and takes the part.
-
-    Every part's call needs the same random state. During the call the mask is as large as the whole image, in one byte
-    an element (two for that of a converted layer).
-    """
-    seeded = in_lean()
-    dtype = torch.bfloat16 if seeded else torch.bool
-    whole = torch.empty(x.shape, dtype=dtype, device=x._local.device, memory_format=layout(x._local))
-    with torch.no_grad():
-        mask = torch.ops.patchconv.dropout(whole.fill_(1), p) != 0 if seeded else whole.bernoulli_(1 - p)
-    return part_of(mask, x.axes).clone()
-
-
-def _dropout(x: SpatialTensor, p: float, training: bool, inplace: bool, whole_channels: bool) -> Tensor:
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training or p == 0:
-        return x
-    if p == 1 and not in_lean():  # draws nothing
-        return x.mul_(0) if inplace else x * 0
-    if whole_channels:
-        keep = torch.ones((*x.shape[:2], *(1 for _ in x.shape[2:])), dtype=x.dtype, device=x.device)
-        if in_lean():
-            with torch.no_grad():
-                mask = torch.ops.patchconv.feature_dropout(keep, p)
-            return x.mul_(mask) if inplace else x * mask
-        mask = keep.bernoulli_(1 - p)
-        return x.mul_(mask.div_(1 - p)) if inplace else x * mask.div_(1 - p)
-    mask, scale = _mask_of_one_device(x, p), 1 / (1 - p) if p < 1 else 0.0
-    local = x._local
-    if inplace:
-        local.mul_(mask).mul_(scale)
-        return x
-    return wrap(local * mask * scale, x.axes)
-
-
-@rule(F.dropout, torch.dropout)
-def _plain_dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return _dropout(input, p, training, inplace, False)
-
-
-@rule(F.dropout2d, torch.feature_dropout, F.dropout3d)
-def _channel_dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if input.dim() != 4:
-        raise refuse("dropout2d", "it takes (N, C, H, W)")
-    return _dropout(input, p, training, inplace, True)
-
-
-@rule(torch.bernoulli, Tensor.bernoulli_)
-def _bernoulli(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise refuse("bernoulli", "its numbers would not be those of one device")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from .axis import Axes
 from .reductions import first_maximum, mean_of
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import Window, check_image, pair, reading, scaled_axis
+from .windows import Window, check_image, listed, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -27,21 +29,21 @@ def _pooled_size(size: int, kernel: int, stride: int, padding: int, reach: int, 
 
 
 def _windows(
-    function: str, kernel_size: Any, stride: Any, padding: Any, dilations: list[int]
+    function: str, dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any
 ) -> tuple[list[int], list[int], list[Window]]:
-    """Kernel, strides, and a window for rows and one for columns."""
-    kernel, pads = pair(kernel_size), pair(padding)
-    strides = pair(stride) if stride is not None and stride != [] else kernel
+    """Kernel, strides, and a window for each spatial dimension."""
+    kernel, pads, dilations = listed(kernel_size, dims), listed(padding, dims), listed(dilation, dims)
+    strides = listed(stride, dims) if stride is not None and stride != [] else kernel
     if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
         raise RuntimeError(f"{function}: expected padding to be at most half of kernel_size, got {pads} and {kernel}")
-    return kernel, strides, [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(2)]
+    return kernel, strides, [Window(kernel[i], strides[i], dilations[i], pads[i]) for i in range(dims)]
 
 
 def _read_for_pool(
     function: str, x: SpatialTensor, windows: list[Window], ceil_mode: bool, fill: float
 ) -> tuple[Tensor, Axes, list[int]]:
     """What the windows of this part read, the new axes, and the padding of dimensions that are not cut."""
-    local, first = check_image(function, x)
+    local, first = check_image(function, x, len(windows))
     axes: Axes = {}
     padding = [window.before for window in windows]
     for i, window in enumerate(windows):
@@ -58,57 +60,82 @@ def _read_for_pool(
     return local, axes, padding
 
 
-@rule(torch.max_pool2d, F.max_pool2d)
-def max_pool2d(
-    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor:  # fmt: skip
-    dilations = pair(dilation)
-    kernel, strides, windows = _windows("max_pool2d", kernel_size, stride, padding, dilations)
-    local, axes, op_padding = _read_for_pool("max_pool2d", input, windows, ceil_mode, float("-inf"))
-    return SpatialTensor(functional.max_pool2d(local, kernel, strides, op_padding, dilations, ceil_mode), axes)
+def _max_pool(dims: int) -> Callable[..., Tensor]:
+    name = f"max_pool{dims}d"
+    pool = getattr(functional, name)
+
+    def serve(
+        input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Tensor:  # fmt: skip
+        kernel, strides, windows = _windows(name, dims, kernel_size, stride, padding, dilation)
+        local, axes, op_padding = _read_for_pool(name, input, windows, ceil_mode, float("-inf"))
+        return SpatialTensor(pool(local, kernel, strides, op_padding, listed(dilation, dims), ceil_mode), axes)
+
+    return serve
 
 
-@rule(_nn.avg_pool2d, F.avg_pool2d)
-def avg_pool2d(
-    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
-    count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Tensor:  # fmt: skip
-    kernel, strides, windows = _windows("avg_pool2d", kernel_size, stride, padding, [1, 1])
-    local, axes, op_padding = _read_for_pool("avg_pool2d", input, windows, ceil_mode, 0.0)
+def _avg_pool(dims: int) -> Callable[..., Tensor]:
+    name = f"avg_pool{dims}d"
+    pool = getattr(functional, name)
+
+    def serve(
+        input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+        count_include_pad: bool = True, divisor_override: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        kernel, strides, windows = _windows(name, dims, kernel_size, stride, padding, 1)
+        local, axes, op_padding = _read_for_pool(name, input, windows, ceil_mode, 0.0)
+        counts = _counts(input, windows, axes, ceil_mode, count_include_pad)
+        one = divisor_override
+        if one is None and all(len(set(count)) == 1 for count in counts):
+            one = math.prod(count[0] for count in counts)
+        # That of one dimension takes no divisor. It is the one that is cut, and every window is within `local`.
+        by = kernel[0] if dims == 1 else one or 1
+        y = pool(local, kernel, strides, op_padding, *([] if dims == 1 else [ceil_mode, True, by]))
+        if one is None:
+            factor = torch.tensor(by, dtype=torch.float64)
+            for count in counts:
+                factor = factor[..., None] / torch.tensor(count, dtype=torch.float64)
+            y = y * factor.to(y)
+        elif one != by:
+            y = y * (by / one)
+        return SpatialTensor(y, axes)
+
+    return serve
+
+
+def _counts(
+    x: SpatialTensor, windows: list[Window], axes: Axes, ceil_mode: bool, with_padding: bool
+) -> list[list[int]]:
+    """For each spatial dimension, over how many coordinates each output of this part averages."""
     counts = []
     for i, window in enumerate(windows):
-        d = input.dim() - 2 + i
-        size = input.size(d)
+        d = x.dim() - len(windows) + i
+        size = x.size(d)
         pooled = _pooled_size(size, window.kernel, window.stride, window.before, window.kernel, ceil_mode)
         low, high = axes[d].range if d in axes else (0, pooled)
         begins = [p * window.stride - window.before for p in range(low, high)]
-        limit = size + window.before if count_include_pad else size
-        floor = -window.before if count_include_pad else 0
+        limit = size + window.before if with_padding else size
+        floor = -window.before if with_padding else 0
         counts.append([min(a + window.kernel, limit) - max(a, floor) for a in begins])
-    one = divisor_override
-    if one is None and all(len(set(count)) == 1 for count in counts):
-        one = counts[0][0] * counts[1][0]
-    y = functional.avg_pool2d(local, kernel, strides, op_padding, ceil_mode, True, one or 1)
-    if one is None:
-        rows, columns = (torch.tensor(count, dtype=torch.float64) for count in counts)
-        y = y * (1 / (rows[:, None] * columns)).to(y)
-    return SpatialTensor(y, axes)
+    return counts
 
 
-def _sizes(x: Tensor, output_size: Any) -> tuple[int, int]:
+def _sizes(x: Tensor, output_size: Any, dims: int) -> list[int]:
     """None in the argument stands for the input's size."""
-    entries = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size] * 2
-    rows, columns = (size if n is None else n for n, size in zip(entries, x.shape[-2:], strict=True))
-    return rows, columns
+    entries = list(output_size) if isinstance(output_size, (tuple, list)) else [output_size]
+    if len(entries) == 1:
+        entries *= dims
+    return [size if n is None else n for n, size in zip(entries, x.shape[-dims:], strict=True)]
 
 
 def _adaptive(
-    function: str, x: Any, output_size: Any, reduce: Callable[[Tensor, int], Tensor], rest: Callable[..., Tensor]
-) -> Tensor:
+    function: str, x: SpatialTensor, sizes: list[int], reduce: Callable[[Tensor, int], Tensor],
+    rest: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
     """Along a cut dimension, one coordinate of the output at a time by `reduce`; then the others by `rest`."""
-    local, first = check_image(function, x)
-    sizes = list(_sizes(x, output_size))
+    local, first = check_image(function, x, len(sizes))
+    left = list(sizes)
     axes: Axes = {}
     for i, size in enumerate(sizes):
         d = first + i
@@ -124,35 +151,53 @@ def _adaptive(
             a, b = p * axis.size // size, -(-(p + 1) * axis.size // size)
             rows.append(reduce(local.narrow(d, a - begin, b - a), d))
         local = torch.cat(rows, d)
-        sizes[i] = local.size(d)
-    return SpatialTensor(rest(local, sizes), axes)
+        left[i] = local.size(d)
+    return SpatialTensor(rest(local, left), axes)
 
 
-def _is_global(x: Any, output_size: Any) -> bool:
-    """Whether every cut dimension of the output has size 1, as of a global pool."""
-    return all(_sizes(x, output_size)[d - x.dim() + 2] == 1 for d in x.axes)
+def _to_one(x: SpatialTensor, sizes: list[int]) -> list[int]:
+    """The cut dimensions along which the output has size 1, as of a global pool."""
+    return [d for d in x.axes if sizes[d - x.dim() + len(sizes)] == 1]
 
 
-@rule(F.adaptive_avg_pool2d, _nn.adaptive_avg_pool2d)
-def adaptive_avg_pool2d(input: Any, output_size: Any) -> Tensor:
-    check_image("adaptive_avg_pool2d", input)
-    if _is_global(input, output_size):
-        y = mean_of(input, dim=tuple(input.axes), keepdim=True)
-        return y if len(input.axes) == 2 else F.adaptive_avg_pool2d(y, _sizes(input, output_size))
-    return _adaptive("adaptive_avg_pool2d", input, output_size, lambda x, d: x.mean(d, keepdim=True),
-                     functional.adaptive_avg_pool2d)  # fmt: skip
+def adaptive_avg_pool(dims: int, input: Any, output_size: Any) -> Tensor:
+    name = f"adaptive_avg_pool{dims}d"
+    check_image(name, input, dims)
+    sizes = _sizes(input, output_size, dims)
+    pool = getattr(functional, name)
+    if ones := _to_one(input, sizes):
+        y = mean_of(input, dim=ones, keepdim=True)
+        if len(ones) == dims:
+            return y
+        return adaptive_avg_pool(dims, y, sizes) if isinstance(y, SpatialTensor) else pool(y, sizes)
+    return _adaptive(name, input, sizes, lambda x, d: x.mean(d, keepdim=True), pool)
 
 
-@rule(_nn.adaptive_max_pool2d, F.adaptive_max_pool2d)
-def adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = False) -> Tensor:
-    _, first = check_image("adaptive_max_pool2d", input)
+def adaptive_max_pool(dims: int, input: Any, output_size: Any, return_indices: bool = False) -> Tensor:
+    name = f"adaptive_max_pool{dims}d"
+    _, first = check_image(name, input, dims)
     if return_indices:
-        raise refuse("adaptive_max_pool2d", "return_indices=True")
-    if _is_global(input, output_size):
-        y = first_maximum(input)
-        return y if len(input.axes) == 2 else F.adaptive_max_pool2d(y, _sizes(input, output_size))
+        raise refuse(name, "return_indices=True")
+    sizes = _sizes(input, output_size, dims)
+    pool = getattr(functional, name)
+    if ones := _to_one(input, sizes):
+        y = first_maximum(input, ones, sizes)
+        return adaptive_max_pool(dims, y, sizes) if isinstance(y, SpatialTensor) else y
 
     def highest(x: Tensor, d: int) -> Tensor:
-        return F.adaptive_max_pool2d(x, [1 if first + i == d else x.size(first + i) for i in range(2)])
+        return pool(x, [1 if first + i == d else x.size(first + i) for i in range(dims)])
 
-    return _adaptive("adaptive_max_pool2d", input, output_size, highest, functional.adaptive_max_pool2d)
+    return _adaptive(name, input, sizes, highest, pool)
+
+
+def _functions(name: str) -> list[Any]:
+    """The functions of this name in torch's three places, as far as they exist."""
+    found = [getattr(place, name, None) for place in (torch, F, _nn)]
+    return [function for function in found if function is not None]
+
+
+for _dims in (1, 2, 3):
+    rule(*_functions(f"max_pool{_dims}d"))(_max_pool(_dims))
+    rule(*_functions(f"avg_pool{_dims}d"))(_avg_pool(_dims))
+    rule(*_functions(f"adaptive_avg_pool{_dims}d"))(functools.partial(adaptive_avg_pool, _dims))
+    rule(getattr(F, f"adaptive_max_pool{_dims}d"))(functools.partial(adaptive_max_pool, _dims))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor
     if not executors:
         return wrap(reduce(x._local, dims, keepdim), remaining_axes(x, dims, keepdim))
     with torch.no_grad():
-        most = reduce(all_parts(reduce(x._local, dims, True), executors), 0)
+        most = reduce(all_parts(lambda: reduce(x._local, dims, True), executors), 0)
     found = _Extreme.apply(x._local, most, dims, executors) if x._local.requires_grad else most
     return wrap(found if keepdim else found.squeeze(dims), remaining_axes(x, dims, keepdim))
 
@@ -172,6 +173,36 @@ def _std(x: Any, *args: Any, **kwargs: Any) -> Tensor:
     return variance_of(x, *args, **kwargs).sqrt()
 
 
+@rule(torch.var_mean)
+def _var_mean(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    keepdim = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    over = None if isinstance(dim, bool) else dim  # var_mean(x, unbiased)
+    return variance_of(input, dim, *args, **kwargs), mean_of(input, over, keepdim)
+
+
+@rule(torch.std_mean)
+def _std_mean(input: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(input, *args, **kwargs)
+    return var.sqrt(), mean
+
+
+def _ordered(function: Any, place: int) -> Callable[..., Any]:
+    """Values and indices along a dimension that is not cut. place: of the argument `dim`."""
+
+    def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        if not isinstance(x, SpatialTensor) or isinstance(dim, bool) or dim % x.dim() in x.axes:
+            raise refuse(function.__name__, "the dimension that it goes over is cut")
+        found = function(x._local, *args, **kwargs)
+        return wrap(found, x.axes) if isinstance(found, Tensor) else type(found)([wrap(part, x.axes) for part in found])
+
+    return serve
+
+
+rules(functools.partial(_ordered, place=0), (torch.sort, Tensor.sort, torch.argsort, Tensor.argsort))
+rules(functools.partial(_ordered, place=1), (torch.topk, Tensor.topk))
+
+
 @rule(torch.norm, Tensor.norm, torch.linalg.vector_norm)
 def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     p = kwargs.pop("ord", p)
@@ -180,24 +211,29 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
     return total_of(x * x, dim, keepdim).sqrt()
 
 
-def first_maximum(x: SpatialTensor) -> Tensor:
-    """The maximum over all cut dimensions, which are kept with size 1, as of a max pool: the gradient goes to the first
-    place in the image that has it, and NaN counts as the largest.
+def first_maximum(x: SpatialTensor, over: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """As an adaptive max pool to `sizes`, of size 1 along the cut dimensions `over`; other cut ones stay as they are.
+    The gradient goes to the first place in the image that has the maximum, and NaN counts as the largest.
     """
-    sizes = [1 if x.dim() - 2 + i in x.axes else x.size(x.dim() - 2 + i) for i in range(2)]
-    value, place = F.adaptive_max_pool2d(x._local, sizes, return_indices=True)
+    spatial, executors = range(x.dim() - len(sizes), x.dim()), _executors(x, over)
+    pool = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[len(sizes) - 1]
+    kept = [d for d in x.axes if d not in over]
+    here = [x._local.size(d) if d in kept else size for d, size in zip(spatial, sizes, strict=True)]
+    value, place = pool(x._local, here, return_indices=True)
     with torch.no_grad():
-        width = x._local.size(-1)
-        row, column = place // width + x.offset[-2], place % width + x.offset[-1]
-        order = -(row * x.size(-1) + column).double()
+        order, rest, stride = torch.zeros_like(place), place, 1
+        for d in reversed(spatial):  # the place in the whole, of that in this part
+            order = order - (rest % x._local.size(d) + x.offset[d]) * stride
+            rest, stride = rest // x._local.size(d), stride * x.size(d)
+        order = order.double()
         key = torch.where(value.isnan(), torch.full_like(value, math.inf), value).double()
-        keys, orders = all_parts(torch.stack([key, order]), executors_of(x.axes)).unbind(1)
-        nans = all_parts(value.isnan().double(), executors_of(x.axes))
+        found = all_parts(lambda: torch.stack([key, order, value.isnan().double()]), executors)
+        keys, orders, nans = found.unbind(1)
         nan_anywhere = nans.amax(0) > 0
         candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
         best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
         first = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
-    return summed(torch.where(first, value, torch.zeros_like(value)), executors_of(x.axes))
+    return wrap(summed(torch.where(first, value, torch.zeros_like(value)), executors), remaining_axes(x, over, True))
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:

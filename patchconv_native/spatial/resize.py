@@ -8,16 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import functional
 from .axis import Axes, Range
 from .layout import in_layout_of
 from .operands import recut, wrap
 from .parts import precise
-from .pools import adaptive_avg_pool2d
+from .pools import adaptive_avg_pool
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import Window, check_image, reading, scaled_axis
+from .windows import SIZES, Window, check_image, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -49,14 +51,14 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
 
 @rule(F.pixel_shuffle, torch.pixel_shuffle)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Tensor:
-    local, _ = check_image("pixel_shuffle", input)
+    local, _ = check_image("pixel_shuffle", input, 2)
     axes = {d: axis.cut_at(tuple(cut * upscale_factor for cut in axis.cuts)) for d, axis in input.axes.items()}
     return SpatialTensor(F.pixel_shuffle(local, upscale_factor), axes)
 
 
 @rule(F.pixel_unshuffle, torch.pixel_unshuffle)
 def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
-    check_image("pixel_unshuffle", input)
+    check_image("pixel_unshuffle", input, 2)
     new = {}
     for d, axis in input.axes.items():
         if axis.size % downscale_factor:
@@ -67,26 +69,27 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
 
 
 def _taps(
-    mode: str, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype, device: Any
-) -> tuple[Tensor, Tensor]:
+    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype,
+    device: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of a range of outputs: (taps, n) coordinates that are read, and their weights, in float64."""
     at = torch.arange(*outputs, dtype=torch.float64)
     if mode.startswith("nearest"):
         # The coordinates that torch takes: its own function, on the coordinates themselves. (Where the exact place is a
         # whole number, its kernels can differ from each other by one.) Where x has a shape alone, the CPU's.
-        device = "cpu" if device.type == "meta" else device
-        places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, 1)
-        given: Any = {"size": (out, 1)} if scale is None else {"scale_factor": (scale, 1.0)}
+        ones = [1] * (dims - 1)
+        places = torch.arange(size, dtype=dtype, device=device).view(1, 1, size, *ones)
+        given: Any = {"size": (out, *ones)} if scale is None else {"scale_factor": (scale, *map(float, ones))}
         found = F.interpolate(places, **given, mode=mode).flatten()[outputs[0] : outputs[1]]
         return found[None].round().long().cpu(), torch.ones_like(at)[None]
-    if size == out and mode == "bilinear":
+    if size == out and mode != "bicubic":
         return at[None].long(), torch.ones_like(at)[None]
     step = 1 / scale if scale is not None else size / out
     if align:
         real = at * ((size - 1) / (out - 1) if out > 1 else 0.0)
     else:
         real = (at + 0.5) * step - 0.5
-    if mode == "bilinear":
+    if mode != "bicubic":
         real = real.clamp(min=0)
         low = real.floor().clamp(max=size - 1)
         part = (real - low).clamp(0, 1)
@@ -100,60 +103,75 @@ def _taps(
     return taps, torch.stack([far[0], near[0], near[1], far[1]])
 
 
+_MODES = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
+
+
+def _sizes_and_scales(
+    whole: list[int], size: Any, scale_factor: Any, recompute: bool | None
+) -> tuple[list[int], list[float | None]]:
+    """The sizes of the output, and the scales by which it is computed; None where they follow from the sizes."""
+    dims = len(whole)
+    given = scale_factor if size is None else size
+    entries = list(given) if isinstance(given, (tuple, list)) else [given] * dims
+    if (size is None) == (scale_factor is None) or len(entries) != dims:
+        raise ValueError(
+            f"interpolate: expected either size or scale_factor, a number or {dims} of them, got {size} and "
+            f"{scale_factor}"
+        )
+    if size is not None:
+        return [int(n) for n in entries], [None] * dims
+    factors = [float(factor) for factor in entries]
+    sizes = [int(n * factor) for n, factor in zip(whole, factors, strict=True)]
+    return sizes, [None] * dims if recompute else list(factors)
+
+
 @rule(F.interpolate, F.upsample)
 def interpolate(
     input: Any, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> Tensor:  # fmt: skip
-    local, first = check_image("interpolate", input)
-    if input.dim() != 4:
-        raise refuse("interpolate", "it takes (N, C, H, W)")
-    if antialias or mode not in ("nearest", "nearest-exact", "bilinear", "bicubic", "area"):
-        raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''}")
+    dims = input.dim() - 2
+    if dims not in _MODES or not isinstance(input, SpatialTensor):
+        raise refuse("interpolate", f"it takes {' or '.join(f'(N, C, {sizes})' for sizes in SIZES.values())}")
+    local, first = check_image("interpolate", input, dims)
+    if antialias or mode not in ("nearest", "nearest-exact", "area", *_MODES[dims]):
+        raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''} of (N, C, {SIZES[dims]})")
     whole = list(input.shape[2:])
-    scales: list[float | None] = [None, None]
-    if size is not None:
-        if scale_factor is not None:
-            raise ValueError("only one of size or scale_factor should be defined")
-        sizes = [size] * 2 if isinstance(size, int) else [int(n) for n in size]
-    else:
-        factors = [float(f) for f in (scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2)]
-        sizes = [int(n * f) for n, f in zip(whole, factors, strict=True)]
-        if not recompute_scale_factor:
-            scales = list(factors)
+    sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute_scale_factor)
     if mode == "area":
-        return adaptive_avg_pool2d(input, sizes)
+        return adaptive_avg_pool(dims, input, sizes)
     if min(sizes) < 1:
         raise RuntimeError(f"interpolate: expected an output of at least 1, got {sizes}")
-    # First the dimension that is not cut, by torch's function, which leaves the other one as it is.
-    align: dict[str, Any] = {} if mode.startswith("nearest") else {"align_corners": align_corners}
-    if len(input.axes) < 2:
-        cut = next(iter(input.axes)) - first
-        other = 1 - cut
-        if scales[other] is not None:
-            one: Any = {"scale_factor": [1.0 if i == cut else scales[i] for i in range(2)]}
+    # First the dimensions that are not cut, by torch's function, which leaves the others as they are.
+    uncut = [i for i in range(dims) if first + i not in input.axes]
+    if any(sizes[i] != whole[i] or scales[i] not in (None, 1.0) for i in uncut):
+        if scales[0] is not None:
+            one: Any = {"scale_factor": [scales[i] if i in uncut else 1.0 for i in range(dims)]}
         else:
-            one = {"size": [local.size(first + i) if i == cut else sizes[i] for i in range(2)]}
-        if sizes[other] != whole[other] or scales[other] not in (None, 1.0):
-            local = functional.interpolate(local, **one, mode=mode, **align)
+            one = {"size": [sizes[i] if i in uncut else local.size(first + i) for i in range(dims)]}
+        align: Any = {} if mode.startswith("nearest") else {"align_corners": align_corners}
+        local = functional.interpolate(local, **one, mode=mode, **align)
     axes: Axes = {}
+    device = torch.device("cpu") if is_fake(local) or local.is_meta else local.device
     for d, axis in input.axes.items():
         out, scale = sizes[d - first], scales[d - first]
         axes[d] = scaled_axis("interpolate", axis, out)
-        given = mode, axis.size, out, scale, bool(align_corners)
-        found = [_taps(*given, part, precise(local.dtype), local.device) for part in axes[d].ranges()]
-        reads = [(int(taps.min()), int(taps.max()) + 1) if taps.numel() else (0, 0) for taps, _ in found]
+        given = mode, dims, axis.size, out, scale, bool(align_corners)
+        with _disable_current_modes():  # coordinates are computed even where x has a shape alone
+            found = [_taps(*given, part, precise(local.dtype), device) for part in axes[d].ranges()]
+            reads = [(int(taps.min()), int(taps.max()) + 1) if taps.numel() else (0, 0) for taps, _ in found]
         local = reading(local, d, axis, reads, fresh=False)
         taps, weights = found[axis.index]
-        local = _resampled(local, d, taps - reads[axis.index][0], weights)
+        local = _resampled(local, d, taps, weights, reads[axis.index][0])
     return SpatialTensor(local, axes)
 
 
-def _resampled(local: Tensor, dim: int, taps: Tensor, weights: Tensor) -> Tensor:
+def _resampled(local: Tensor, dim: int, taps: Tensor, weights: Tensor, begin: int) -> Tensor:
+    """begin: the coordinate of the first row of `local`."""
     shape = [-1 if d == dim else 1 for d in range(local.dim())]
     parts = []
     for tap, weight in zip(taps, weights, strict=True):
-        part = local.index_select(dim, tap.to(local.device))
+        part = local.index_select(dim, (tap - begin).to(local.device))
         parts.append(part if len(taps) == 1 else part * weight.to(local.device, precise(local.dtype)).view(shape))
     total = parts[0]
     for part in parts[1:]:

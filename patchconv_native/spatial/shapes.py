@@ -1,4 +1,4 @@
-"""Rules for what joins, cuts or renames dimensions."""
+"""Rules for what cuts or renames dimensions."""
 
 from __future__ import annotations
 
@@ -10,49 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
-from .axis import Axes, executors_of
+from .axis import Axes
+from .joins import repeated
 from .operands import aligned, recut, wrap
-from .parts import part_of, shared
+from .parts import gather_parts
 from .reductions import dims_of, remaining_axes
 from .resize import pad
 from .rules import refuse, rule, rules
 from .tensor import SpatialTensor
-from .windows import Window, reading
-
-
-def _same_cuts(function: str, tensors: Sequence[Any], dim: int) -> tuple[list[Tensor], Axes]:
-    """Local tensors that are all cut as the first SpatialTensor, to be joined along `dim`; and its axes."""
-    like = next(t for t in tensors if isinstance(t, SpatialTensor))
-    if dim in like.axes:
-        raise refuse(function, "the dimension that it joins is cut")
-    parts = []
-    for t in tensors:
-        if isinstance(t, SpatialTensor):
-            if t.axes.keys() != like.axes.keys():
-                raise refuse(function, "its operands are cut along different dimensions")
-            for d, axis in like.axes.items():
-                if t.axes[d].size != axis.size:
-                    raise RuntimeError(f"{function}: expected size {axis.size} along {axis.name}, got {t.size(d)}")
-            parts.append(recut(t, {d: axis.cuts for d, axis in like.axes.items()})._local)
-        else:
-            parts.append(part_of(shared(t, executors_of(like.axes)), like.axes))
-    return parts, like.axes
-
-
-@rule(torch.cat, torch.concat, torch.concatenate)
-def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor:
-    dim = dim if axis is None else axis
-    dim %= tensors[0].dim()
-    parts, axes = _same_cuts("cat", tensors, dim)
-    return SpatialTensor(functional.cat(parts, dim), axes)
-
-
-@rule(torch.stack)
-def stack(tensors: Any, dim: int = 0) -> Tensor:
-    dim %= tensors[0].dim() + 1
-    parts, axes = _same_cuts("stack", tensors, -1)
-    return SpatialTensor(torch.stack(parts, dim), {d + (d >= dim): axis for d, axis in axes.items()})
+from .windows import Window, reading, scaled_axis
 
 
 def _pieces(function: Any) -> Callable[..., Any]:
@@ -85,16 +51,31 @@ def _narrow(x: Any, dim: int, start: int, length: int) -> Tensor:
 def _slice(x: SpatialTensor, dim: int, start: int, stop: int) -> Any:
     if dim not in x.axes:
         return wrap(x._local.narrow(dim, start, stop - start), x.axes)
+    if stop - start < x.axes[dim].least:
+        return _gathered(x, dim, start, stop - start, 1)
     pads = [0, 0] * (x.dim() - 1 - dim) + [-start, stop - x.size(dim)]
     cropped: Any = pad(x, pads)
     # A copy for every part, since it is one for those that fetch something.
     return wrap(cropped._local.clone(), cropped.axes)
 
 
+def _gathered(x: SpatialTensor, dim: int, start: int, size: int, step: int) -> Tensor:
+    """Every step-th coordinate, of which there are few: all of them for every part, which is no longer cut here."""
+    axis = x.axes[dim]
+    new = axis.cut_at(tuple(min(max(-(-(cut - start) // step), 0), size) for cut in axis.cuts))
+    a, b = new.range
+    begin = start + a * step - axis.range[0]
+    own = slice(begin, begin + (b - a - 1) * step + 1, step) if a < b else slice(0, 0)
+    local = gather_parts(x._local[(slice(None),) * dim + (own,)], {dim: new})
+    return wrap(local, {d: other for d, other in x.axes.items() if d != dim})
+
+
 def _stepped(x: SpatialTensor, dim: int, start: int, stop: int, step: int) -> Tensor:
     """Every step-th coordinate: a window of 1 with that stride."""
     axis, window = x.axes[dim], Window(1, step, 1, -start)
     size = len(range(start, stop, step))
+    if size < axis.least:
+        return _gathered(x, dim, start, size, step)
     if size < 1:
         raise refuse("indexing", "nothing of a cut dimension")
     new = window.small_axis("indexing", axis, size)
@@ -116,7 +97,7 @@ def _getitem(x: Any, index: Any) -> Any:
         raise refuse("indexing", "a plain tensor by a SpatialTensor")
     entries = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(e, (Tensor, list)) for e in entries):
-        raise refuse("indexing", "by tensors or lists")
+        return _picked(x, entries)
     given = len([e for e in entries if e is not None and e is not Ellipsis])
     if Ellipsis in entries:
         place = entries.index(Ellipsis)
@@ -139,6 +120,57 @@ def _getitem(x: Any, index: Any) -> Any:
             dim += 1
         else:
             x = _select(x, dim, int(entry))
+    return x
+
+
+def _picked(x: SpatialTensor, entries: list[Any]) -> Tensor:
+    """By a list of numbers along one dimension, which is not cut."""
+    at = [place for place, entry in enumerate(entries) if isinstance(entry, (Tensor, list))]
+    others = [entry for place, entry in enumerate(entries) if place not in at]
+    plain = [entry for entry in entries if isinstance(entry, Tensor)]
+    if len(at) > 1 or any(entry != slice(None) for entry in others) or at[0] in x.axes:
+        raise refuse("indexing", "by tensors or lists along a cut dimension, or along several")
+    if any(isinstance(entry, SpatialTensor) or entry.dim() != 1 or entry.dtype == torch.bool for entry in plain):
+        raise refuse("indexing", "by a tensor that is no list of places")
+    return wrap(x._local[tuple(entries)], x.axes)
+
+
+@rule(torch.index_select, Tensor.index_select)
+def _index_select(x: Any, dim: int, index: Tensor) -> Tensor:
+    dim %= x.dim()
+    if not isinstance(x, SpatialTensor) or isinstance(index, SpatialTensor) or dim in x.axes:
+        raise refuse("index_select", "its dimension is cut, or its index is")
+    return wrap(x._local.index_select(dim, index), x.axes)
+
+
+def set_item(x: Any, index: Any, value: Any) -> Any:
+    """x[index] = value, as a function."""
+    x[index] = value
+    return x
+
+
+set_item.__name__ = "__setitem__"
+
+
+@rule(set_item, Tensor.__setitem__)
+def _set_item(x: Any, index: Any, value: Any) -> Any:
+    """Along dimensions that are not cut. Writes into the local tensor."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(x, SpatialTensor) or any(not isinstance(e, (int, slice, type(...))) for e in entries):
+        raise refuse("__setitem__", "it takes a SpatialTensor, numbers and slices")
+    if Ellipsis in entries:
+        place = entries.index(Ellipsis)
+        entries[place : place + 1] = [slice(None)] * (x.dim() + 1 - len(entries))
+    if any(d in x.axes and entry != slice(None) for d, entry in enumerate(entries)):
+        raise refuse("__setitem__", "along a cut dimension")
+    written: Any = _getitem(x, tuple(entries))  # a view
+    if not isinstance(value, Tensor):
+        written._local.fill_(value)
+        return x
+    given, axes = aligned("__setitem__", (written, value))
+    if axes != written.axes:
+        raise refuse("__setitem__", "of a value that is cut elsewhere")
+    written._local.copy_(given[1])
     return x
 
 
@@ -174,8 +206,10 @@ def _movedim(x: Any, source: int, destination: int) -> Tensor:
     return _permute(x, order)
 
 
-def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int], reshape: Callable[..., Tensor]) -> Tensor:
-    """A cut dimension must stay one: the same size, after as many elements."""
+def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
+    """A cut dimension stays one, or is joined with those that follow it, or is taken apart: then the first of its parts
+    is cut.
+    """
     sizes = [int(n) for n in shape]
     if -1 in sizes:
         rest = math.prod(n for n in sizes if n != -1)
@@ -184,46 +218,86 @@ def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int], reshape: Ca
         raise RuntimeError(f"{function}: shape {list(shape)} is invalid for input of size {x.numel()}")
     axes: Axes = {}
     for d, axis in x.axes.items():
-        before = math.prod(x.shape[:d])
-        places = [e for e, n in enumerate(sizes) if n == axis.size and math.prod(sizes[:e]) == before]
-        if not places:
+        place = _place_of(x, d, sizes)
+        if place is None or place in axes:
             raise refuse(function, f"from {list(x.shape)} to {sizes} a cut dimension would not stay one")
-        axes[places[0]] = axis
-    return wrap(reshape(x._local, [axes[e].length if e in axes else n for e, n in enumerate(sizes)]), axes)
+        size = sizes[place]
+        if size >= axis.size:
+            axes[place] = axis.cut_at(tuple(cut * (size // axis.size) for cut in axis.cuts))
+            continue
+        each = axis.size // size
+        axes[place] = scaled_axis(function, axis, size)
+        x = recut(x, {d: tuple(cut * each for cut in axes[place].cuts)})
+    return wrap(x._local.reshape([axes[e].length if e in axes else n for e, n in enumerate(sizes)]), axes)
+
+
+def _place_of(x: SpatialTensor, dim: int, sizes: Sequence[int]) -> int | None:
+    """The dimension of a new shape that a cut dimension is the first part of, or that is the first part of it."""
+    size, before = x.size(dim), math.prod(x.shape[:dim])
+    after = math.prod(x.shape[dim + 1 :])
+    places = []
+    for e, n in enumerate(sizes):
+        rest = math.prod(sizes[e + 1 :])
+        if math.prod(sizes[:e]) == before and (n > 1 or size == 1) and rest and after:
+            if n == size:
+                return e
+            if rest % after == 0 or after % rest == 0:
+                places.append(e)
+    return places[0] if places else None
 
 
 @rule(Tensor.view)
 def _view(x: Any, *shape: Any) -> Tensor:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise refuse("view", "as another dtype")
-    return _reshaped("view", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, Tensor.view)
+    return _reshaped("view", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+
+
+@rule(Tensor.view_as, Tensor.reshape_as)
+def _view_as(x: Any, other: Any) -> Tensor:
+    if not isinstance(x, SpatialTensor):
+        raise refuse("view_as", "its input is a plain tensor")
+    return _reshaped("view_as", x, other.shape)
 
 
 @rule(torch.reshape, Tensor.reshape)
 def _reshape(x: Any, *shape: Any) -> Tensor:
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    return _reshaped("reshape", x, sizes, Tensor.reshape)
+    return _reshaped("reshape", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
 
 
 @rule(torch.flatten, Tensor.flatten)
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     a, b = start_dim % x.dim(), end_dim % x.dim()
-    return _reshaped("flatten", x, [*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]], Tensor.reshape)
+    return _reshaped("flatten", x, [*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]])
 
 
 @rule(torch.unflatten, Tensor.unflatten)
 def _unflatten(x: Any, dim: int, sizes: Sequence[int]) -> Tensor:
-    dim %= x.dim()
-    if dim in x.axes:
-        raise refuse("unflatten", "its dimension is cut")
-    axes = {d if d < dim else d + len(sizes) - 1: axis for d, axis in x.axes.items()}
-    return wrap(x._local.unflatten(dim, sizes), axes)
+    dim, given = dim % x.dim(), [int(n) for n in sizes]
+    if -1 in given:
+        given[given.index(-1)] = x.size(dim) // max(-math.prod(given), 1)
+    return _reshaped("unflatten", x, [*x.shape[:dim], *given, *x.shape[dim + 1 :]])
+
+
+@rule(torch.view_as_complex)
+def _view_as_complex(x: Any) -> Tensor:
+    if x.dim() - 1 in x.axes:
+        raise refuse("view_as_complex", "its last dimension is cut")
+    return wrap(torch.view_as_complex(x._local), x.axes)
+
+
+@rule(torch.view_as_real)
+def _view_as_real(x: Any) -> Tensor:
+    return wrap(torch.view_as_real(x._local), x.axes)
 
 
 @rule(Tensor.expand)
 def _expand(x: Any, *shape: Any) -> Tensor:
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     more = len(sizes) - x.dim()
+    for d, axis in x.axes.items():
+        if axis.size == 1 and sizes[d + more] > 1:
+            x = repeated("expand", x, d, sizes[d + more])
     axes = {d + more: axis for d, axis in x.axes.items()}
     if any(sizes[d] not in (-1, axis.size) for d, axis in axes.items()):
         raise RuntimeError(f"expand: expected cut dimensions to keep their sizes, got {sizes} for {list(x.shape)}")

@@ -8,6 +8,8 @@ that do not divide and uneven parts need no cases of their own. What an output r
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,37 +106,56 @@ def reading(
     """What this part reads, as of `fetching`, under any padding mode."""
     if mode == "zeros":
         return fetching(local, dim, axis, reads, fill, fresh).finish()
-    # For every coordinate, the one whose value stands there.
-    indices = [list(_geometry.source_indices(mode, one, axis.size)) for one in reads]
-    wanted: Wanted = tuple(_joined(one) for one in indices)
+    return picking(local, dim, axis, [_shown(mode, one, axis.size) for one in reads], fresh)
+
+
+def _shown(mode: str, read: Range, size: int) -> list[Range]:
+    """A range that may reach into the padding, by the coordinates whose values stand there."""
+    a, b = inside(read, size)
+    before = _geometry.source_indices(mode, (read[0], min(read[1], a)), size)
+    after = _geometry.source_indices(mode, (max(read[0], b), read[1]), size)
+    return [*((i, i + 1) for i in before), (a, b), *((i, i + 1) for i in after)]
+
+
+def picking(local: Tensor, dim: int, axis: Axis, ranges: list[list[Range]], fresh: bool = False) -> Tensor:
+    """Ranges one after the other, in any order; one can occur several times. ranges: those of every part."""
+    wanted: Wanted = tuple(_merged(one) for one in ranges)
     local = fetch(local, dim, axis, wanted, fresh)
-    order = [i for a, b in wanted[axis.index] for i in range(a, b)]
-    if order != indices[axis.index]:
-        places = {i: n for n, i in enumerate(order)}
-        at = torch.tensor([places[i] for i in indices[axis.index]], device=local.device)
-        local = in_layout_of(local, local.index_select(dim, at))
-    return local
+    there, own = wanted[axis.index], [(a, b) for a, b in ranges[axis.index] if a < b]
+    if sum(b - a for a, b in own) == sum(b - a for a, b in there) and own == sorted(own):
+        return local
+    places = dict(zip(there, itertools.accumulate((b - a for a, b in there), initial=0), strict=False))
+    at = []
+    for a, b in own:
+        begin, place = next((one[0], place) for one, place in places.items() if one[0] <= a and b <= one[1])
+        at.append(torch.arange(place + a - begin, place + b - begin, device=local.device))
+    return in_layout_of(local, local.index_select(dim, torch.cat(at)))
 
 
-def _joined(indices: list[int]) -> tuple[Range, ...]:
-    """The ranges that these coordinates make up, in ascending order."""
-    ranges: list[list[int]] = []
-    for i in sorted(set(indices)):
-        if ranges and ranges[-1][1] == i:
-            ranges[-1][1] = i + 1
+def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same coordinates in ascending order, each once."""
+    found: list[Range] = []
+    for a, b in sorted(one for one in ranges if one[0] < one[1]):
+        if found and a <= found[-1][1]:
+            found[-1] = found[-1][0], max(b, found[-1][1])
         else:
-            ranges.append([i, i + 1])
-    return tuple((a, b) for a, b in ranges)
+            found.append((a, b))
+    return tuple(found)
 
 
-def pair(value: Any) -> list[int]:
-    """An argument of two dimensions as a list of two, of one int or a sequence of one or two."""
+def listed(value: Any, dims: int) -> list[int]:
+    """An argument with an entry for each spatial dimension as a list, of one int or a sequence of one or `dims`."""
     entries = [value] if isinstance(value, int) else [int(v) for v in value]
-    return entries * 2 if len(entries) == 1 else entries
+    return entries * dims if len(entries) == 1 else entries
 
 
-def check_image(function: str, x: Any) -> tuple[Tensor, int]:
-    """The local tensor, and the first spatial dimension."""
-    if not isinstance(x, SpatialTensor) or x.dim() not in (3, 4) or any(d < x.dim() - 2 for d in x.axes):
-        raise refuse(function, "it takes (N, C, H, W) or (C, H, W), cut along H or W")
-    return x._local, x.dim() - 2
+SIZES = {1: "L", 2: "H, W", 3: "D, H, W"}
+"""How messages call the sizes of so many spatial dimensions."""
+_CUT = {1: "L", 2: "H or W", 3: "D, H or W"}
+
+
+def check_image(function: str, x: Any, dims: int) -> tuple[Tensor, int]:
+    """The local tensor, and the first of `dims` spatial dimensions. NotServed for what is no image of so many."""
+    if not isinstance(x, SpatialTensor) or x.dim() - dims not in (1, 2) or any(d < x.dim() - dims for d in x.axes):
+        raise refuse(function, f"it takes (N, C, {SIZES[dims]}) or (C, {SIZES[dims]}), cut along {_CUT[dims]}")
+    return x._local, x.dim() - dims

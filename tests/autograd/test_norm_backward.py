@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.modules import Made
 from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory import trace
 
 ops = torch.ops.patchconv
-SHAPES = [
-    (2, 3, 5, 7),
-    (4, 16, 8, 8),
-    (1, 1, 1, 1),
-    (3, 17, 33),
-    (2, 5, 3, 4, 5),
-    (6, 7),
-    (2, 33, 70, 70),
-    (0, 3, 4, 4),
-]
+SHAPES = [(2, 3, 5, 7), (4, 16, 8, 8), (1, 1, 1, 1), (3, 17, 33), (2, 5, 3, 4, 5), (6, 7), (2, 33, 70, 70),
+          (0, 3, 4, 4)]  # fmt: skip
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -47,9 +40,8 @@ def reference(grad: Tensor, x: Tensor, w: Tensor | None, b: Tensor | None, relu:
 def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, last: bool) -> None:
     layout = torch.channels_last if last else torch.contiguous_format
     torch.manual_seed(0)
-    for affine, relu, training, inplace in itertools.product(
-        [True, False], [False, True], [True, False], [False, True]
-    ):
+    yes, no = [True, False], [False, True]
+    for affine, relu, training, inplace in itertools.product(yes, no, yes, no):
         if training and ((len(shape) == 2 and shape[0] < 2) or shape in ((1, 1, 1, 1), (0, 3, 4, 4))):
             continue
         x = (torch.randn(shape) * 2 + 3).to(dtype).contiguous(memory_format=layout)
@@ -71,9 +63,8 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, last: bool)
             got_x = grad.clone(memory_format=torch.preserve_format)
             sums = ops._batch_norm_backward_(got_x, x, w, b, *stats, training, 1e-5, relu, [affine, affine])
         else:
-            got_x, *sums = ops._batch_norm_backward(
-                grad, x, w, b, *stats, training, 1e-5, int(relu), [True, affine, affine]
-            )
+            mask = [True, affine, affine]
+            got_x, *sums = ops._batch_norm_backward(grad, x, w, b, *stats, training, 1e-5, int(relu), mask)
         got = [got_x, *(s for s in sums if s is not None)] if affine else [got_x]
         assert got_x.stride() == x.stride()
         tolerance = {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, 1e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -86,25 +77,18 @@ def test_large_means_cost_no_digits() -> None:
     torch.manual_seed(1)
     x, grad = torch.randn(4, 8, 32, 32) + 1000, torch.randn(4, 8, 32, 32)
     mean, var = x.double().mean((0, 2, 3)), x.double().var((0, 2, 3), unbiased=False)
-    got = ops._batch_norm_backward(grad, x, None, None, mean.float(), var.float(), True, 1e-5, 0, [True, False, False])[
-        0
-    ]
+    mask = [True, False, False]
+    got, *_ = ops._batch_norm_backward(grad, x, None, None, mean.float(), var.float(), True, 1e-5, 0, mask)
     want = reference(grad, x, None, None, False, True, mean, var)[0]
     assert (got.double() - want).abs().max() < 1e-4
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """A gradient that two nodes get: of a sum's operands."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.two(x)
+    return Made(lambda m, x: m.one(x) + m.two(x), one=nn.BatchNorm2d(4), two=nn.BatchNorm2d(4))
 
 
-@pytest.mark.parametrize("make", [Shared, lambda: nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))])
+@pytest.mark.parametrize("make", [shared, lambda: nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))])
 @pytest.mark.parametrize("functional", [False, True])
 def test_gradients_of_others_are_not_written_over(make: Any, functional: bool) -> None:
     torch.manual_seed(2)

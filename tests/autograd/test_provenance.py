@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from support.counts import Hooked
+from support.threads import on_threads
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -81,40 +84,37 @@ def gradients(y: Tensor, *inputs: Tensor, **options: bool) -> list[Tensor | None
 
 
 def same(a: list[Tensor | None], b: list[Tensor | None]) -> None:
-    for one, two in zip(a, b, strict=True):
-        assert (one is None) == (two is None)
-        assert one is None or two is None or torch.equal(one, two), (one - two).abs().max()
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def either_way(call: Callable[[], Tensor], *inputs: Tensor) -> None:
+    """The call gives the same bits, and its gradients are, with recompute and without."""
+    found = []
+    for on in (False, True):
+        with pc.recompute(on):
+            y = call()
+        found.append([y, *gradients(y, *inputs)])
+    same(*found)
 
 
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_gradients_are_the_same_bits_as_without(device, name, dtype):
     x, p, w = leaves(device, dtype)
-    found = []
-    for on in (False, True):
-        with pc.recompute(on):
-            y = run(name, x, p, w)
-        found.append([y, *gradients(y, x, w, *p.values())])
-    same(*found)
+    either_way(lambda: run(name, x, p, w), x, w, *p.values())
 
 
 @ALL
 def test_what_the_convolution_reads_is_freed(device, name):
     x, p, w = leaves(device)
-    torch.manual_seed(3)
-    middle = CHAINS[name](x, p)
-    reference = StorageWeakRef(middle.untyped_storage())
-    y = pc.functional.conv2d(middle, w, padding=1)
-    del middle
-    assert reference.expired()
-    y.sum().backward()
-    with pc.recompute(False):
-        torch.manual_seed(3)
-        middle = CHAINS[name](x, p)
-        reference = StorageWeakRef(middle.untyped_storage())
-        y = pc.functional.conv2d(middle, w, padding=1)
-        del middle
-        assert not reference.expired()
+    for on in (True, False):
+        with pc.recompute(on):
+            middle = CHAINS[name](x, p)
+            reference = StorageWeakRef(middle.untyped_storage())
+            y = pc.functional.conv2d(middle, w, padding=1)
+            del middle
+        assert reference.expired() == on
+        y.sum().backward()
 
 
 @ALL
@@ -180,26 +180,20 @@ def test_an_edit_of_what_is_kept_raises(device):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("edit", ["no_grad", "recorded", "view", "detached"])
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "no_grad": torch.no_grad()(lambda t: t.mul_(2)), "recorded": lambda t: t.mul_(2),
+    "view": lambda t: t[:, 1].zero_(), "detached": lambda t: t.detach().mul_(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_between_producer_and_consumer_is_seen(device, edit):
     x, p, w = leaves(device)
-
-    def edited(middle: Tensor) -> Tensor:
-        if edit == "no_grad":
-            with torch.no_grad():
-                middle.mul_(2)
-        elif edit == "recorded":
-            middle.mul_(2)
-        elif edit == "view":
-            middle[:, 1].zero_()
-        else:
-            middle.detach().mul_(2)
-        return middle
-
-    y = pc.functional.conv2d(edited(CHAINS["silu"](x, p)), w, padding=1)
-    stock = nn.functional.conv2d(edited(nn.functional.silu(x)), w, padding=1)
-    for ours, theirs in zip(gradients(y, x, w), gradients(stock, x, w), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    found = []
+    for middle, conv2d in ((CHAINS["silu"](x, p), pc.functional.conv2d), (F.silu(x), F.conv2d)):
+        EDITS[edit](middle)
+        found.append(gradients(conv2d(middle, w, padding=1), x, w))
+    torch.testing.assert_close(*found)
 
 
 def test_views_of_what_a_producer_made(device):
@@ -211,41 +205,15 @@ def test_views_of_what_a_producer_made(device):
         lambda t: t.chunk(2)[1],
         lambda t: t[0],
     ):
-        found = []
-        for on in (False, True):
-            with pc.recompute(on):
-                y = pc.functional.conv2d(look(CHAINS["batch_norm silu_"](x, p)), w, padding=1)
-            found.append(gradients(y, x, w, *p.values()))
-        same(*found)
-
-
-class Counting:
-    def __init__(self) -> None:
-        self.packed: list[Tensor] = []
-        self.unpacked = 0
-
-    def __enter__(self) -> Counting:
-        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.hooks.__exit__(*error)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.packed.append(tensor)
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self.unpacked += 1
-        return tensor
+        call = lambda: pc.functional.conv2d(look(CHAINS["batch_norm silu_"](x, p)), w, padding=1)  # noqa: B023, E731
+        either_way(call, x, w, *p.values())
 
 
 @ALL
 def test_saved_tensor_hooks_see_all_that_is_kept(device, name):
     x, p, w = leaves(device)
     want = gradients(run(name, x, p, w), x, w)
-    with Counting() as counting:
+    with Hooked() as counting:
         y = run(name, x, p, w)
     assert counting.packed
     same(want, gradients(y, x, w))
@@ -289,15 +257,14 @@ def test_checkpoint_without_reentry(device, name, inside):
 @pytest.mark.parametrize("name", ["batch_norm relu_", "residual", "cat"])
 def test_several_consumers(device, name):
     x, p, w = leaves(device)
-    found = []
-    for on in (False, True):
-        with pc.recompute(on):
-            torch.manual_seed(3)
-            middle = CHAINS[name](x, p)
-            y = pc.functional.conv2d(middle, w, padding=1) + pc.functional.conv2d(middle, 2 * w, padding=1)
-            y = y.sum() + middle.square().sum()
-        found.append(list(torch.autograd.grad(y, (x, w, *p.values()))))
-    same(*found)
+
+    def call() -> Tensor:
+        torch.manual_seed(3)
+        middle = CHAINS[name](x, p)
+        y = pc.functional.conv2d(middle, w, padding=1) + pc.functional.conv2d(middle, 2 * w, padding=1)
+        return y.sum() + middle.square().sum()
+
+    either_way(call, x, w, *p.values())
 
 
 @pytest.mark.parametrize("name", ["batch_norm relu", "group_norm silu", "residual"])
@@ -306,7 +273,7 @@ def test_autocast(device, name):
     x, p, w = leaves(device, torch.float32)
     found = []
     for on in (False, True):
-        with pc.recompute(on), torch.autocast(device, dtype=torch.bfloat16), Counting() as counting:
+        with pc.recompute(on), torch.autocast(device, dtype=torch.bfloat16), Hooked() as counting:
             y = run(name, x, p, w)
         kept = [t for t in counting.packed if t.dtype == torch.bfloat16 and t.shape[1:] == x.shape[1:]]
         assert len(kept) == (0 if on else 1)
@@ -316,7 +283,7 @@ def test_autocast(device, name):
 
 def test_frozen_weights_keep_no_input(device):
     x, _, w = leaves(device)
-    with Counting() as counting:
+    with Hooked() as counting:
         y = pc.functional.conv2d(lf.relu(x * 1), w.detach(), padding=1)
     assert sum(t.nbytes for t in counting.packed if t.shape != w.shape) == x.numel() // 8
     y.sum().backward()
@@ -330,15 +297,14 @@ def test_an_output_that_is_kept_replaces_the_mask(device):
     y = pc.functional.conv2d(middle, w, padding=1)
     del middle
     assert not reference.expired()
-    stock = nn.functional.conv2d(nn.functional.relu(x * 1), w, padding=1)
-    for ours, theirs in zip(gradients(y, x, w), gradients(stock, x, w), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    stock = F.conv2d(F.relu(x * 1), w, padding=1)
+    torch.testing.assert_close(gradients(y, x, w), gradients(stock, x, w))
 
 
 def test_parts_of_a_concatenation_are_kept_once(device):
     """Densely connected layers: memory grows with depth, not with its square."""
     x, _, _ = leaves(device, torch.float32)
-    with Counting() as counting:
+    with Hooked() as counting:
         features = [x * 1]
         for _ in range(6):
             h = lf.cat(features, 1)
@@ -346,12 +312,8 @@ def test_parts_of_a_concatenation_are_kept_once(device):
             h = lf.relu(lf.batch_norm(h, None, None, training=True))
             features.append(pc.functional.conv2d(h, w))
         y = lf.cat(features, 1).sum()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in counting.packed
-        if t.dim() == 4 and t.shape[2] == 6
-    }
-    assert sum(storages.values()) == 6 * x.nbytes
+    storages = [t.untyped_storage() for t in counting.packed if t.dim() == 4 and t.shape[2] == 6]
+    assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == 6 * x.nbytes
     y.backward()
 
 
@@ -379,11 +341,7 @@ def test_backward_in_another_thread(device):
     x, p, w = leaves(device)
     want = gradients(run("batch_norm relu", x, p, w), x, w)
     y = run("batch_norm relu", x, p, w)
-    found: list[list[Tensor | None]] = []
-    thread = threading.Thread(target=lambda: found.append(gradients(y, x, w)))
-    thread.start()
-    thread.join()
-    same(want, found[0])
+    same(want, *on_threads(lambda: gradients(y, x, w)))
 
 
 def test_the_setting_is_restored(device):
@@ -398,9 +356,7 @@ def test_the_setting_is_restored(device):
 def test_compiled_autograd_is_refused_where_it_cannot_work(device):
     x, p, w = leaves(device, torch.float32)
     y = run("silu", x, p, w).sum()
-    with (
-        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
-        pytest.raises((NotImplementedError, RuntimeError), match="compiled"),
-    ):
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with compiled, pytest.raises((NotImplementedError, RuntimeError), match="compiled"):
         y.backward()
     torch._dynamo.reset()

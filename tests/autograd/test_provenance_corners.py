@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.counts import OperatorsSeen
+from support.modules import Made
+from support.threads import on_threads
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import patchconv_native as pc
@@ -34,8 +36,7 @@ def beside_stock(run: Callable[[Any], Any]) -> None:
     for functions in (F, lf):
         torch.manual_seed(1)
         results.append(run(functions))
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -126,25 +127,15 @@ def test_views_made_by_custom_functions_and_module_hooks(device):
 
     beside_stock(run)
 
-    class Up(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 3).double()
-
-        def forward(self, h: Tensor, skip: Tensor) -> Tensor:
-            return h.mean() + self.conv(skip)
-
     torch.manual_seed(0)
-    stock = Up()
+    stock = Made(lambda m, h, skip: h.mean() + m.conv(skip), conv=nn.Conv2d(4, 4, 3).double()).to(device)
     gradients = []
-    for module in (stock, pc.convert(Up())):
-        module.load_state_dict(stock.state_dict())
-        module.to(device).register_full_backward_hook(lambda *_: None)
+    for module in (stock, pc.convert(copy.deepcopy(stock))):
+        module.register_full_backward_hook(lambda *_: None)
         x = image(device)
         y = (F if module is stock else lf).silu(x * 1)
         gradients.append(torch.autograd.grad(module(x, y).square().sum(), (x, *module.parameters())))
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*gradients)
 
 
 RELEASED: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -251,9 +242,7 @@ def test_a_thread_that_ends_lets_go(device):
         h -= c[:, :4]
 
     for _ in range(3):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        on_threads(work)
     gc.collect()
     # join() can return a moment before the system has ended the thread.
     until = time.monotonic() + 30
@@ -291,8 +280,7 @@ def test_checkpoints_inside_converted_code(device, reentrant):
         model(x).sum().backward()
         found.append([x.grad, *(p.grad for p in model.parameters())])
         model.zero_grad()
-    for with_it, without in zip(*found, strict=True):
-        torch.testing.assert_close(with_it, without)
+    torch.testing.assert_close(*found)
 
 
 def test_dropout_masks_agree_in_a_checkpoint_inside_of_lean(device):
@@ -305,19 +293,6 @@ def test_dropout_masks_agree_in_a_checkpoint_inside_of_lean(device):
         assert torch.equal(x.grad, y.detach())
 
 
-class Calls(TorchDispatchMode):
-    """The operators of this library that run, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[str, tuple[object, ...]]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "patchconv":
-            self.made.append((func.name(), args))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_batch_norm_and_relu_are_made_again_in_one_pass(device, inplace):
     x = torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
@@ -326,9 +301,8 @@ def test_batch_norm_and_relu_are_made_again_in_one_pass(device, inplace):
     y = pc.functional.conv2d(middle, w, padding=1)
     want = middle.detach().clone()
     del middle
-    with Calls() as calls:
+    with OperatorsSeen(lambda name, args: (name, args[-1])) as seen:
         grads = torch.autograd.grad(y, [x, w], torch.ones_like(y), retain_graph=True)
-    made = [args for name, args in calls.made if name == "patchconv::_normalize"]
-    assert [args[-1] for args in made] == [1]  # ReLU, and once
+    assert [last for name, last in seen.found if name == "_normalize"] == [1]  # ReLU, and once
     direct = torch.autograd.grad(F.conv2d(want, w, padding=1), w, torch.ones_like(y))
     torch.testing.assert_close(grads[1], *direct)

@@ -1,19 +1,18 @@
 """What a node keeps and for how long, and that it keeps it where autograd's own rules can see it.
 
-A convolution needs its input only for the weight's gradient and its weight only for the input's. What it does
-not need it must not keep alive; what it keeps must go through saved-tensor hooks and the in-place version
-check.
+A convolution needs its input only for the weight's gradient and its weight only for the input's. What it does not need
+it must not keep alive; what it keeps must go through saved-tensor hooks and the in-place version check.
 """
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
+from support.counts import Hooked
+from support.threads import on_threads
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import patchconv_native as pc
@@ -26,54 +25,28 @@ SPLITS = pytest.mark.parametrize("splits", [None, 2])
 def leaves(name: str, device: str, wanted: tuple[bool, bool, bool] = (True, True, True)) -> list[Tensor]:
     dims = int(name[-2])
     shapes = [(2, 4, *[9] * dims), (4, 4, *[3] * dims), (4,)]
-    return [
-        torch.randn(*s, device=device, dtype=torch.float64).requires_grad_(w)
-        for s, w in zip(shapes, wanted, strict=True)
-    ]
+    rest = {"device": device, "dtype": torch.float64}
+    return [torch.randn(*s, **rest).requires_grad_(w) for s, w in zip(shapes, wanted, strict=True)]
 
 
 def call(name: str, splits: int | None, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return getattr(pc.functional, name)(x, w, b, padding=1, splits=splits)
 
 
-class Saved:
-    """Counts what goes through the saved-tensor hooks."""
-
-    def __init__(self) -> None:
-        self.packed: list[Tensor] = []
-        self.unpacked = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.packed.append(tensor)
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self.unpacked += 1
-        return tensor
-
-
 @ALL
 @SPLITS
 @pytest.mark.parametrize(
     "wanted,kept",
-    [
-        ((True, True, True), "xw"),
-        ((True, False, False), "w"),
-        ((False, True, False), "x"),
-        ((False, True, True), "x"),
-        ((False, False, True), ""),
-        ((True, False, True), "w"),
-    ],
-)
+    [((True, True, True), "xw"), ((True, False, False), "w"), ((False, True, False), "x"),
+     ((False, True, True), "x"), ((False, False, True), ""), ((True, False, True), "w")],
+)  # fmt: skip
 def test_saves_what_it_needs_and_nothing_else(device, name, splits, wanted, kept):
     x, w, b = leaves(name, device, wanted)
-    saved = Saved()
-    with saved_tensors_hooks(saved.pack, saved.unpack):
+    with Hooked() as saved:
         y = call(name, splits, x, w, b)
     # The very tensors, not copies: saving costs no memory.
-    assert sorted(t.data_ptr() for t in saved.packed) == sorted(
-        t.data_ptr() for t, letter in ((x, "x"), (w, "w")) if letter in kept
-    )
+    expected = sorted(t.data_ptr() for t, letter in ((x, "x"), (w, "w")) if letter in kept)
+    assert sorted(t.data_ptr() for t in saved.packed) == expected
     y.sum().backward()
     assert saved.unpacked == len(kept)
     for tensor, was_wanted in zip((x, w, b), wanted, strict=True):
@@ -83,55 +56,30 @@ def test_saves_what_it_needs_and_nothing_else(device, name, splits, wanted, kept
 @ALL
 @SPLITS
 def test_nothing_is_saved_without_gradients(device, name, splits):
-    saved = Saved()
-    with saved_tensors_hooks(saved.pack, saved.unpack):
-        call(name, splits, *leaves(name, device, (False, False, False)))
-        with torch.no_grad():
-            call(name, splits, *leaves(name, device))
-    assert saved.packed == []
+    given = leaves(name, device)
+    with Hooked() as saved:
+        found = [call(name, splits, *leaves(name, device, (False, False, False)))]
+        for block in (torch.no_grad(), torch.inference_mode()):
+            with block:
+                found.append(call(name, splits, *given))
+    assert saved.packed == [] and [y.grad_fn for y in found] == [None] * 3 and found[2].is_inference()
 
 
 @ALL
 @SPLITS
-def test_an_input_that_is_not_needed_is_freed(device, name, splits):
-    """Frozen weights: the input of the layer dies as soon as its owner drops it, though the graph lives
-    on.
-    """
-    x, w, b = leaves(name, device, (True, False, True))
-    middle = x * 2
-    reference = StorageWeakRef(middle.untyped_storage())
-    y = call(name, splits, middle, w, b)
-    assert not reference.expired()
-    del middle
-    assert reference.expired()
-    y.sum().backward()
-    assert x.grad is not None
-
-
-@ALL
-@SPLITS
-def test_a_weight_that_is_not_needed_is_freed(device, name, splits):
-    x, w, b = leaves(name, device, (False, True, True))
-    scaled = w * 2
-    reference = StorageWeakRef(scaled.untyped_storage())
-    y = call(name, splits, x, scaled, b)
-    del scaled
-    assert reference.expired()
-    y.sum().backward()
-    assert w.grad is not None
-
-
-@ALL
-@SPLITS
-def test_what_is_saved_is_freed_by_backward(device, name, splits):
-    x, w, b = leaves(name, device)
+@pytest.mark.parametrize("wanted,freed", [((True, False, True), "x"), ((False, True, True), "w"), ((True,) * 3, "")])
+def test_what_is_not_needed_is_freed(device, name, splits, wanted, freed):
+    """As soon as its owner drops it, though the graph lives on; what is saved is freed by backward."""
+    x, w, b = leaves(name, device, wanted)
     middle, scaled = x * 2, w * 2
-    references = [StorageWeakRef(t.untyped_storage()) for t in (middle, scaled)]
+    references = {"x": StorageWeakRef(middle.untyped_storage()), "w": StorageWeakRef(scaled.untyped_storage())}
     y = call(name, splits, middle, scaled, b)
+    assert not any(r.expired() for r in references.values())
     del middle, scaled
-    assert not any(r.expired() for r in references)
+    assert [letter for letter, r in references.items() if r.expired()] == list(freed)
     y.sum().backward()
-    assert all(r.expired() for r in references), "while y still lives"
+    assert all(r.expired() for r in references.values()), "while y still lives"
+    assert [t.grad is not None for t in (x, w, b)] == list(wanted)
 
 
 @ALL
@@ -149,26 +97,12 @@ def test_the_output_is_not_kept(device, name, splits):
 @ALL
 @SPLITS
 def test_hooks_may_change_the_values(device, name, splits):
-    """What a hook returns is what backward computes with: half precision, compression and noise all rely on
-    it.
-    """
+    """What a hook returns is what backward computes with: half precision, compression and noise all rely on it."""
     x, w, b = leaves(name, device)
     grad = torch.autograd.grad(call(name, splits, x, w, b).sum(), (x, w))
     with saved_tensors_hooks(lambda t: t * 3, lambda t: t):
         y = call(name, splits, x, w, b)
-    for got, want in zip(torch.autograd.grad(y.sum(), (x, w)), grad, strict=True):
-        torch.testing.assert_close(got, 3 * want)
-
-
-@ALL
-@SPLITS
-def test_save_on_cpu(device, name, splits):
-    x, w, b = leaves(name, device)
-    expected = torch.autograd.grad(call(name, splits, x, w, b).square().sum(), (x, w, b))
-    with save_on_cpu():
-        y = call(name, splits, x, w, b)
-    for got, want in zip(torch.autograd.grad(y.square().sum(), (x, w, b)), expected, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, w)), [3 * g for g in grad])
 
 
 @ALL
@@ -193,8 +127,7 @@ def test_an_edit_of_what_is_not_saved_is_allowed(device, name, splits, which, wa
     with torch.no_grad():
         given[which].add_(1)
     found = torch.autograd.grad(y.sum(), [t for t in given if t.requires_grad])
-    for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @ALL
@@ -203,44 +136,22 @@ def test_second_backward(device, name, splits):
     x, w, b = leaves(name, device)
     y = call(name, splits, x, w, b)
     first = torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)
-    second = torch.autograd.grad(y.sum(), (x, w, b))
-    for one, two in zip(first, second, strict=True):
-        assert torch.equal(one, two)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, w, b)), first, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y.sum(), (x, w, b))
 
 
 @ALL
 @SPLITS
-def test_gradients_accumulate(device, name, splits):
-    x, w, b = leaves(name, device)
-    call(name, splits, x, w, b).sum().backward()
-    once = [t.grad.clone() for t in (x, w, b)]
-    call(name, splits, x, w, b).sum().backward()
-    for t, want in zip((x, w, b), once, strict=True):
-        torch.testing.assert_close(t.grad, 2 * want)
-
-
-@ALL
-@SPLITS
 def test_expanded_gradients(device, name, splits):
-    """sum().backward() sends one number spread over all places; a mean over channels a partly expanded
-    one.
-    """
+    """sum().backward() sends one number spread over all places; a mean over channels a partly expanded one."""
     x, w, b = leaves(name, device)
     y = call(name, splits, x, w, b)
     stock = getattr(F, name)(x, w, b, padding=1)
-    sent = [
-        torch.ones((), device=device, dtype=y.dtype).expand(y.shape),
-        torch.randn(y.shape[1:], device=device, dtype=y.dtype).expand(y.shape),
-        torch.randn(y.shape[2:], device=device, dtype=y.dtype).expand(y.shape),
-        torch.randn(*y.shape[:-1], 1, device=device, dtype=y.dtype).expand(y.shape),
-    ]
-    for grad in sent:
-        found = torch.autograd.grad(y, (x, w, b), grad, retain_graph=True)
-        expected = torch.autograd.grad(stock, (x, w, b), grad, retain_graph=True)
-        for got, want in zip(found, expected, strict=True):
-            torch.testing.assert_close(got, want)
+    for shape in ((), y.shape[1:], y.shape[2:], (*y.shape[:-1], 1)):
+        grad = torch.randn(shape, device=device, dtype=y.dtype).expand(y.shape)
+        found, expected = (torch.autograd.grad(one, (x, w, b), grad, retain_graph=True) for one in (y, stock))
+        torch.testing.assert_close(found, expected)
 
 
 class DropGradient(torch.autograd.Function):
@@ -264,8 +175,7 @@ def test_undefined_gradients(device, name, splits):
     assert found == (None, None, None)
     half = torch.autograd.grad((DropGradient.apply(y) + y).sum(), (x, w, b))
     whole = torch.autograd.grad(call(name, splits, x, w, b).sum(), (x, w, b))
-    for got, want in zip(half, whole, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(half, whole)
 
 
 @ALL
@@ -279,8 +189,7 @@ def test_undefined_second_gradients(device, name):
             y = operator(x, w, b)
             grads = torch.autograd.grad(y.pow(3).sum(), (x, w, b), create_graph=True)
             results.append(torch.autograd.grad(grads[which].sum(), (x, w, b)))
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*results)
 
 
 @ALL
@@ -301,11 +210,9 @@ def test_a_non_contiguous_saved_input_is_kept_as_it_is(device, name, splits):
     """Saving must not make a dense copy of a view."""
     x, w, b = leaves(name, device)
     view = torch.cat([x, x], dim=-1)[..., ::2]
-    saved = Saved()
-    with saved_tensors_hooks(saved.pack, saved.unpack):
+    with Hooked() as saved:
         y = call(name, splits, view, w, b)
-    assert view.data_ptr() in [t.data_ptr() for t in saved.packed]
-    assert next(t for t in saved.packed if t.data_ptr() == view.data_ptr()).stride() == view.stride()
+    assert [t.stride() for t in saved.packed if t.data_ptr() == view.data_ptr()] == [view.stride()]
     y.sum().backward()
 
 
@@ -314,19 +221,8 @@ def test_backward_on_another_thread(device, splits):
     x, w, b = leaves("conv2d", device)
     y = call("conv2d", splits, x, w, b)
     expected = torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)
-    found: list[tuple[Tensor, ...]] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    for grads in found:
-        for got, want in zip(grads, expected, strict=True):
-            torch.testing.assert_close(got, want)
+    found = on_threads(lambda: torch.autograd.grad(y.sum(), (x, w, b), retain_graph=True), 4)
+    torch.testing.assert_close(found, [expected] * 4)
 
 
 @SPLITS
@@ -334,30 +230,15 @@ def test_forward_on_many_threads(device, splits):
     """Concurrent calls, some of them under another workspace limit: the same bits as alone."""
     x, w, b = (t.detach() for t in leaves("conv2d", device))
     expected = call("conv2d", splits, x, w, b)
-    results: list[bool] = []
-
-    def work() -> None:
-        results.extend(torch.equal(call("conv2d", splits, x, w, b), expected) for _ in range(50))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 200
+    equal = on_threads(lambda: [torch.equal(call("conv2d", splits, x, w, b), expected) for _ in range(50)], 4)
+    assert equal == [[True] * 50] * 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(device, reentrant):
     from torch.utils.checkpoint import checkpoint
 
-    x, w, b = leaves("conv2d", device)
-    expected = torch.autograd.grad(call("conv2d", 2, x, w, b).square().sum(), (x, w, b))
-    y = checkpoint(lambda *t: call("conv2d", 2, *t), x, w, b, use_reentrant=reentrant)
-    if reentrant:
-        y.square().sum().backward()
-        found = tuple(t.grad for t in (x, w, b))
-    else:
-        found = torch.autograd.grad(y.square().sum(), (x, w, b))
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want)
+    given = leaves("conv2d", device)
+    expected = torch.autograd.grad(call("conv2d", 2, *given).square().sum(), given)
+    checkpoint(lambda *t: call("conv2d", 2, *t), *given, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(tuple(t.grad for t in given), expected)

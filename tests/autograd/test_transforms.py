@@ -1,5 +1,4 @@
-"""torch.func transforms and forward-mode AD: a C++ node cannot serve them, so such calls are stock's, and
-agree.
+"""torch.func transforms and forward-mode AD: a C++ node cannot serve them, so such calls are stock's, and agree.
 
 Outside of the transforms the library's own path is taken again: asserted after each.
 """
@@ -7,6 +6,7 @@ Outside of the transforms the library's own path is taken again: asserted after 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -23,21 +23,14 @@ ALL = pytest.mark.parametrize("name", NAMES)
 
 def calls(name: str):
     """Ours, cut in two, and stock's, with the same arguments."""
-    ours = getattr(pc.functional, name)
-    stock = getattr(F, name)
-    return (
-        lambda x, w, b: ours(x, w, b, stride=2, padding=1, splits=2),
-        lambda x, w, b: stock(x, w, b, stride=2, padding=1),
-    )
+    ours, stock = getattr(pc.functional, name), getattr(F, name)
+    return partial(ours, stride=2, padding=1, splits=2), partial(stock, stride=2, padding=1)
 
 
-def tensors(name: str, device: str, batch: tuple[int, ...] = (2,)) -> tuple[Tensor, Tensor, Tensor]:
-    dims = int(name[-2])
-    return (
-        torch.randn(*batch, 2, *[5] * dims, device=device, dtype=torch.float64),
-        torch.randn(2, 2, *[3] * dims, device=device, dtype=torch.float64),
-        torch.randn(2, device=device, dtype=torch.float64),
-    )
+def tensors(name: str, device: str) -> list[Tensor]:
+    torch.manual_seed(1)
+    shapes = (2, 2, *[5] * int(name[-2])), (2, 2, *[3] * int(name[-2])), (2,)
+    return [torch.randn(shape, device=device, dtype=torch.float64) for shape in shapes]
 
 
 @pytest.fixture(autouse=True)
@@ -47,77 +40,67 @@ def own_path_afterwards(device):
     assert pc.last_path()["path"] == "tiled"
 
 
-def same(found, expected) -> None:
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, want)
+def gradients(call, argnums=(0, 1, 2)):
+    return grad(lambda *t: call(*t).square().sum(), argnums=argnums)
+
+
+def twice(call, *given):
+    return gradients(lambda *t: sum(g.square().sum() for g in gradients(call, (0, 1))(*t)))(*given)
+
+
+def mapped(call, x, w, b, *in_dims):
+    given = [torch.stack([t, 2 * t, -t.flip(0)], d or 0) if d is not None else t
+             for t, d in zip((x, w, b), in_dims, strict=True)]  # fmt: skip
+    return vmap(call, in_dims=in_dims)(*given)
+
+
+def per_sample(call, x, w, b):
+    return vmap(gradients(lambda image, w, b: call(image.unsqueeze(0), w, b), (1, 2)), in_dims=(0, None, None))(x, w, b)
+
+
+def of_weights(transform, call, x, w, b):
+    small = x[(slice(1), slice(None), *[slice(3)] * (x.dim() - 2))].contiguous()
+    return transform(lambda w: call(small, w, b).square().mean(dim=0).sum(dim=-1))(w)
+
+
+def forward_mode(call, given, which):
+    given = list(given)
+    with forward_ad.dual_level():
+        for i in which:
+            given[i] = forward_ad.make_dual(given[i], given[i].flip(0).sin())
+        return tuple(forward_ad.unpack_dual(call(*given)))
+
+
+def pulled(call, *given):
+    y, back = vjp(call, *given)
+    return y, *back(torch.ones_like(y))
+
+
+TRANSFORMS = {
+    "grad": lambda call, *given: gradients(call)(*given),
+    "grad of grad": twice,
+    "vmap, inputs": lambda *given: mapped(*given, 0, None, None),
+    "vmap, all": lambda *given: mapped(*given, 0, 0, 0),
+    "vmap, weights": lambda *given: mapped(*given, None, 0, None),
+    "vmap, second dimension": lambda *given: mapped(*given, 1, None, None),
+    "per sample": per_sample,
+    "vjp": pulled,
+    "jvp": lambda call, *given: jvp(call, given, tuple(t.cos() for t in given)),
+    "jacrev": partial(of_weights, jacrev),
+    "jacfwd": partial(of_weights, jacfwd),
+    "hessian": partial(of_weights, hessian),
+    "forward, input": lambda call, *given: forward_mode(call, given, [0]),
+    "forward, weight": lambda call, *given: forward_mode(call, given, [1]),
+    "forward, bias": lambda call, *given: forward_mode(call, given, [2]),
+    "forward, all": lambda call, *given: forward_mode(call, given, [0, 1, 2]),
+}
 
 
 @ALL
-def test_grad(device, name):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(device, name, transform):
     given = tensors(name, device)
-    ours, stock = (grad(lambda *t, c=c: c(*t).square().sum(), argnums=(0, 1, 2))(*given) for c in calls(name))
-    same(ours, stock)
-
-
-@ALL
-def test_grad_of_grad(device, name):
-    given = tensors(name, device)
-
-    def second(call):
-        def inner(x, w, b):
-            return sum(g.square().sum() for g in grad(lambda *t: call(*t).square().sum(), argnums=(0, 1))(x, w, b))
-
-        return grad(inner, argnums=(0, 1, 2))(*given)
-
-    same(*map(second, calls(name)))
-
-
-@ALL
-@pytest.mark.parametrize("in_dims", [(0, None, None), (0, 0, 0), (None, 0, None), (1, None, None)])
-def test_vmap(device, name, in_dims):
-    x, w, b = tensors(name, device, batch=(3, 2))
-    given = [
-        x if in_dims[0] is not None else x[0],
-        torch.stack([w, 2 * w, -w]) if in_dims[1] is not None else w,
-        torch.stack([b, 2 * b, -b]) if in_dims[2] is not None else b,
-    ]
-    found, expected = (vmap(c, in_dims=in_dims)(*given) for c in calls(name))
-    torch.testing.assert_close(found, expected)
-
-
-@ALL
-def test_per_sample_gradients(device, name):
-    x, w, b = tensors(name, device, batch=(4,))
-
-    def per_sample(call):
-        def loss(w, b, image):
-            return call(image.unsqueeze(0), w, b).square().sum()
-
-        return vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0))(w, b, x)
-
-    same(*map(per_sample, calls(name)))
-
-
-@ALL
-def test_vjp_and_jvp(device, name):
-    given = tensors(name, device)
-    tangents = tuple(torch.randn_like(t) for t in given)
-    (y, t), (y0, t0) = (jvp(c, given, tangents) for c in calls(name))
-    torch.testing.assert_close(y, y0)
-    torch.testing.assert_close(t, t0)
-    (y, back), (_, back0) = (vjp(c, *given) for c in calls(name))
-    same(back(torch.ones_like(y)), back0(torch.ones_like(y)))
-
-
-@ALL
-@pytest.mark.parametrize("transform", [jacrev, jacfwd, hessian], ids=["jacrev", "jacfwd", "hessian"])
-def test_jacobians(device, name, transform):
-    x, w, b = tensors(name, device, batch=(1,))
-    small = x[(..., *[slice(0, 3)] * int(name[-2]))].contiguous()
-    found, expected = (
-        transform(lambda w, c=c: c(small, w, b).square().mean(dim=0).sum(dim=-1))(w) for c in calls(name)
-    )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(TRANSFORMS[transform](call, *given) for call in calls(name)))
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -133,29 +116,12 @@ def test_padding_modes(device, mode, padding):
     def stock(x, w):
         return F.conv2d(F.pad(x, pad, mode=mode), w)
 
-    torch.testing.assert_close(
-        vmap(ours, in_dims=(0, None))(x[:, None], w), vmap(stock, in_dims=(0, None))(x[:, None], w)
-    )
-    same(
-        *(grad(lambda x, w, c=c: c(x, w).square().sum(), argnums=(0, 1))(x, w) for c in (ours, stock)),
-    )
     tangents = (torch.randn_like(x), torch.randn_like(w))
-    same(jvp(ours, (x, w), tangents), jvp(stock, (x, w), tangents))
-
-
-@ALL
-@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
-def test_forward_ad(device, name, which):
     results = []
-    for call in calls(name):
-        torch.manual_seed(1)
-        given = list(tensors(name, device))
-        with forward_ad.dual_level():
-            for i in which:
-                given[i] = forward_ad.make_dual(given[i], torch.randn_like(given[i]))
-            results.append(forward_ad.unpack_dual(call(*given)))
-    torch.testing.assert_close(results[0].primal, results[1].primal)
-    torch.testing.assert_close(results[0].tangent, results[1].tangent)
+    for call in (ours, stock):
+        one = vmap(call, in_dims=(0, None))(x[:, None], w)
+        results.append([one, *gradients(call, (0, 1))(x, w), *jvp(call, (x, w), tangents)])
+    torch.testing.assert_close(*results)
 
 
 @ALL
@@ -163,27 +129,25 @@ def test_forward_ad_with_gradients_too(device, name):
     """Forward over reverse: a tangent on tensors that require gradients."""
     results = []
     for call in calls(name):
-        torch.manual_seed(1)
         given = [t.requires_grad_() for t in tensors(name, device)]
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(given[0], torch.randn_like(given[0]))
             tangent = forward_ad.unpack_dual(call(dual, *given[1:])).tangent
             results.append(torch.autograd.grad(tangent.square().sum(), given[1]))
-    same(*results)
+    torch.testing.assert_close(*results)
 
 
 def test_reverse_then_forward(device):
     """A tangent that arrives with the gradient only: the node's own backward meets it."""
     results = []
     for call in calls("conv2d"):
-        torch.manual_seed(1)
         x, w, b = (t.requires_grad_() for t in tensors("conv2d", device))
         y = call(x, w, b)
         with forward_ad.dual_level():
             v = forward_ad.make_dual(torch.randn_like(y), torch.randn_like(y))
             found = torch.autograd.grad(y, (x, w, b), v)
             results.append([part for g in found for part in forward_ad.unpack_dual(g)])
-    same(*results)
+    torch.testing.assert_close(*results)
 
 
 def test_functional_call_on_a_converted_model(device):
@@ -197,8 +161,7 @@ def test_functional_call_on_a_converted_model(device):
     expected = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
     pc.convert(model, splits=2)
     found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
-    assert found.keys() == expected.keys()
-    same(found.values(), expected.values())
+    torch.testing.assert_close(found, expected)
 
 
 def test_ensembles(device):
@@ -210,22 +173,12 @@ def test_ensembles(device):
     torch.testing.assert_close(found, torch.stack([m(x) for m in members]))
 
 
-class Mixed(nn.Module):
-    """Under autocast the convolution gets what the linear layer made: the lower precision."""
-
-    def __init__(self, first: nn.Module | None) -> None:
-        super().__init__()
-        self.first = first or nn.Identity()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.first(x))
-
-
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("transform", ["vjp", "jvp", "vmap", "grad"])
 def test_autocast_inside_a_transform(device, linear, transform):
-    stock = Mixed(nn.Linear(8, 8) if linear else None).to(device)
+    """Behind a linear layer the convolution gets what that made: the lower precision."""
+    conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+    stock = nn.Sequential(nn.Linear(8, 8) if linear else nn.Identity(), conv).to(device)
     ours = pc.convert(copy.deepcopy(stock))
     x = torch.randn(2, 3, 8, 8, device=device)
 
@@ -268,5 +221,4 @@ def test_lean_layers_under_transforms(device):
             found.append([first(x), second(x), torch.func.jvp(first, (x,), (x,))[1]])
             if name != "batch_norm":
                 found[-1].append(torch.func.vmap(lambda x, f=f, function=function: function(f, x))(x.unsqueeze(0)))
-        for want, got in zip(*found, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*found)

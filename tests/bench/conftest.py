@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.threads import threads
 
 pytest.importorskip("matplotlib")
 
@@ -22,10 +23,8 @@ def settings_stay() -> Iterator[None]:
     flags = [(torch.backends.cudnn, "benchmark"), (torch.backends.cudnn, "allow_tf32")]
     flags.append((torch.backends.cuda.matmul, "allow_tf32"))
     before = [getattr(*flag) for flag in flags]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several tests run at once
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):  # several tests run at once
+        yield
     for (place, name), value in zip(flags, before, strict=True):
         setattr(place, name, value)
 
@@ -34,8 +33,8 @@ def settings_stay() -> Iterator[None]:
 def results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """Runs a script at its tiniest size and returns its results, having checked what all scripts share."""
 
-    def run(module: ModuleType, *options: str) -> dict[str, Any]:
-        name = module.__name__.removeprefix("bench.")
+    def run(name: str, *options: str) -> dict[str, Any]:
+        module = importlib.import_module(f"bench.{name}")
         given = ["--size", "tiny", "--out", str(tmp_path), *options]
         if hasattr(module, "main"):
             assert module.main(given) == 0

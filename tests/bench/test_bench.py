@@ -12,37 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import (
-    cases,
-    conv_cases,
-    conv_memory,
-    conv_rivals,
-    conv_speed,
-    gpu,
-    gpu_kernels,
-    gpu_measure,
-    half,
-    kept,
-    lean,
-    lean_error,
-    lean_speed,
-    measure,
-    overhead,
-    padding,
-    report,
-    resnet,
-)
+from bench import cases, conv_cases, conv_memory, conv_rivals, gpu, gpu_kernels, gpu_measure, kept, measure, report
 from bench.cases import Case
 
 Results = Callable[..., dict[str, Any]]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Scripts
-
-
 def test_conv_memory(results: Results) -> None:
-    data = results(conv_memory)
+    data = results("conv_memory")
     assert {row["implementation"] for row in data["rows"]} == {"stock", "patch_conv", "ours"}
     for row in data["rows"]:
         if row["implementation"] == "patch_conv" and measure.installed("patch_conv") is None:
@@ -55,14 +32,14 @@ def test_conv_memory(results: Results) -> None:
 def test_verdict_on_memory(over: int, verdict: str, results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"workspace": conv_memory.BOUND + over, "result": 1, "seconds": 1.0, "path": "tiled", "tiles": 9}
     monkeypatch.setattr(measure, "in_fresh_process", lambda *_, **__: dict(found))
-    data = results(conv_memory)
+    data = results("conv_memory")
     ours = [row for row in data["rows"] if row["implementation"] == "ours"]
     assert ours and all(row["pass_bound"] is (verdict == "pass") for row in ours)
     assert f"| 9 (tiled) | {verdict} |" in data["text"] and f"bound 96 MiB: {verdict}" in data["printed"][1]
 
 
 def test_conv_speed(results: Results) -> None:
-    data = results(conv_speed, "--passes", "fprop", "backward", "--large-kernel")
+    data = results("conv_speed", "--passes", "fprop", "backward", "--large-kernel")
     assert {(row["layout"], row["pass"], row["kernel"]) for row in data["rows"]} == {
         (layout, pass_, kernel) for layout in cases.LAYOUTS for pass_ in ("fprop", "backward") for kernel in (3, 7)
     }
@@ -78,27 +55,27 @@ def test_verdict_on_speed(results: Results, monkeypatch: pytest.MonkeyPatch) -> 
     seconds = {"stock": [1.0] * 3, "ours": [1.0, 1.05, 9.0], "ours, splits=16": [1.2, 1.26, 1.3]}
     timed = lambda calls, budget: measure.Paired({side: seconds[side] for side in calls})  # noqa: E731
     monkeypatch.setattr(measure, "paired", timed)
-    data = results(conv_speed, "--passes", "fprop")
+    data = results("conv_speed", "--passes", "fprop")
     met = {row["layout"]: row["met"] for row in data["rows"]}
     assert met == {"NCHW": {"ours": False}, "channels_last": {"ours": True, "ours, splits=16": False}}
     assert data["text"].count("| <= 1.05 | pass |") == 1 and data["text"].count("| FAIL |") == 2
 
 
 def test_overhead(results: Results) -> None:
-    for row in results(overhead)["rows"]:
+    for row in results("overhead")["rows"]:
         assert row["us"]["stock"]["least"] > 0 and row["us"]["ours"]["least"] > 0
         assert ("met" in row) == (row["mode"] != "forward and backward")
 
 
 def test_padding(results: Results) -> None:
-    data = results(padding)
+    data = results("padding")
     paths = {(row["kernel"], row["padding"]): row["path"] for row in data["rows"]}
     assert paths[3, 0] == paths[9, 0] == "stock" and paths[3, 5] == "tiled", "tiles bring wide padding with them"
     assert data["missing"] == 0
 
 
 def test_half(results: Results) -> None:
-    data = results(half)
+    data = results("half")
     assert {(row["dtype"], row["pass"], row["path"]) for row in data["rows"]} == {
         (dtype, pass_, "stock") for dtype in ("bfloat16", "float16") for pass_ in ("fprop", "dgrad", "wgrad")
     }, "this little work is handed to stock"
@@ -107,14 +84,14 @@ def test_half(results: Results) -> None:
 
 def test_resnet(results: Results) -> None:
     pytest.importorskip("torchvision")
-    assert [(row["mode"], row["batch"]) for row in results(resnet)["rows"]] == [
+    assert [(row["mode"], row["batch"]) for row in results("resnet")["rows"]] == [
         ("forward", 1), ("forward", 8), ("training step", 1), ("training step", 8),
     ]  # fmt: skip
 
 
 def test_lean(results: Results) -> None:
     pytest.importorskip("torchvision")
-    data = results(lean)
+    data = results("lean")
     (row,) = data["floors"]
     assert 0 < row["functional"]["held"] < row["convert"]["held"] < 0.8 * row["stock"]["held"]
     assert 0 < data["toy"]["convert"]["peak"] < data["toy"]["stock"]["peak"]
@@ -123,13 +100,13 @@ def test_lean(results: Results) -> None:
 
 def test_lean_error(results: Results) -> None:
     pytest.importorskip("torchvision")
-    (row,) = results(lean_error)["rows"]
+    (row,) = results("lean_error")["rows"]
     assert row["same_without_recompute"] and 0 < row["median"]["functional"] < 10 * row["median"]["stock"]
 
 
 def test_lean_speed(results: Results) -> None:
     pytest.importorskip("torchvision")
-    data = results(lean_speed)
+    data = results("lean_speed")
     assert [row["layout"] for row in data["steps"]] == ["NCHW", "channels_last"]
     assert [row["pass"] for row in data["relu"]] == ["forward", "forward in place", "backward"]
     assert all(row["rate"] > 0 for row in data["relu"])
@@ -165,10 +142,6 @@ def test_smoke_runs_leave_real_results_alone() -> None:
     parser = measure.parser("x")
     assert measure.folder(parser.parse_args([])) == measure.RESULTS
     assert measure.folder(parser.parse_args(["--size", "tiny"])) == measure.SMOKE_RESULTS
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The command for a GPU
 
 
 def test_gpu_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,10 +240,6 @@ def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> N
         gpu_measure.guarded(broken, "cpu")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What they are made of
-
-
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 @pytest.mark.parametrize("kernel", [2, 3])
 def test_a_case_knows_its_bytes(layout: str, kernel: int) -> None:
@@ -347,24 +316,11 @@ def test_a_fresh_process_that_fails() -> None:
 
 
 def test_rendering_again_changes_nothing(tmp_path: Path) -> None:
-    row = {
-        "name": "a",
-        "layout": "NCHW",
-        "pass": "fprop",
-        "input_bytes": measure.GIB,
-        "output_bytes": measure.GIB,
-    }
+    row = {"name": "a", "layout": "NCHW", "pass": "fprop", "input_bytes": measure.GIB, "output_bytes": measure.GIB}
     rows = [
         row | {"implementation": "stock", "workspace": 2 * measure.GIB, "path": "stock", "tiles": 1},
         row | {"implementation": "patch_conv", "error": "not installed"},
-        row
-        | {
-            "implementation": "ours",
-            "workspace": 16 << 20,
-            "path": "tiled",
-            "tiles": 130,
-            "pass_bound": True,
-        },
+        row | {"implementation": "ours", "workspace": 16 << 20, "path": "tiled", "tiles": 130, "pass_bound": True},
     ]
     data = measure.report_head("conv_memory", "full") | {"bound": 96 << 20, "rows": rows}
     path = measure.write_results(data, tmp_path)

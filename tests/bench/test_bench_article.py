@@ -20,7 +20,7 @@ pytest.importorskip("torchvision")
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
-    data = results(article)
+    data = results("article")
     assert [row["form"] for row in data["rows"]] == list(article.FORMS)
     assert [row["form"] for row in data["measured"] if row["device"] == "cpu"] == list(article.FORMS)
     assert len(data["printed"]) == len(data["rows"]) + len(data["measured"])

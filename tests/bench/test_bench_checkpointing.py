@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.counts import saved_bytes
 from support.ranks import needs_gloo
 
 from bench import checkpointing
@@ -14,7 +16,7 @@ from bench import checkpointing
 
 @needs_gloo
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
-    data = results(checkpointing)
+    data = results("checkpointing")
     assert [row["form"] for row in data["rows"]] == list(checkpointing.FORMS)
     for row in data["rows"]:
         assert row["peak"] >= 0 and row["ms"]["least"] > 0 and row["rounds"] >= 3
@@ -33,21 +35,9 @@ def test_forms_compute_the_same(form: str) -> None:
 
 def test_a_checkpoint_keeps_the_features_alone() -> None:
     """Forms differ in what they save."""
-
-    def kept(form: str) -> int:
-        held: dict[int, int] = {}
-        model, x = checkpointing.network(form, 40), checkpointing.pictures(2, 16)
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = model(x)
-        assert y.requires_grad
-        return sum(held.values())
-
-    assert kept("ours") == kept("torch") < 0.8 * kept("naive")
+    x = checkpointing.pictures(2, 16)
+    kept = {form: saved_bytes(partial(checkpointing.network(form, 40), x)) for form in ("naive", "torch", "ours")}
+    assert kept["ours"] == kept["torch"] < 0.8 * kept["naive"]
 
 
 def test_errors_tell_a_second_move() -> None:

@@ -1,5 +1,4 @@
-"""bench.gpu on convolutions: the cases are those of the networks, probes notice mistakes, rows are judged as they
-should be. No speed is tested."""
+"""bench.gpu on convolutions: cases are the networks', probes notice mistakes, rows are judged. No speed is tested."""
 
 from __future__ import annotations
 
@@ -43,10 +42,8 @@ def test_layers_are_those_of_the_networks() -> None:
     def facts(jobs: list[ConvJob]) -> list[tuple[Any, ...]]:
         return [(j.channels, j.outputs, j.height, j.kernel, j.stride, j.groups) for j in jobs]
 
-    for jobs, of_model in (
-        (conv_cases.resnet50(), layers(resnet, 224)),
-        (conv_cases.mobilenet_v2(), {one for one in layers(mobilenet, 224) if one[-1] > 1}),
-    ):
+    wide = {one for one in layers(mobilenet, 224) if one[-1] > 1}
+    for jobs, of_model in ((conv_cases.resnet50(), layers(resnet, 224)), (conv_cases.mobilenet_v2(), wide)):
         assert sorted(facts(jobs)) == sorted(of_model) and {job.batch for job in jobs} == {32}
 
 
@@ -83,7 +80,7 @@ def test_targets() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "stride", "groups"), [(3, 1, 1), (3, 2, 4), (7, 2, 1), (1, 2, 2), (5, 1, 4)])
 def test_probed_places_are_exact(layout: str, kernel: int, stride: int, groups: int) -> None:
-    job = ConvJob("x", 4, 8, 9, 12, kernel, stride, groups, 2, "tf32", layout)
+    job = ConvJob(4, 8, 9, 12, kernel, "tf32", layout, 2, stride, groups)
     x, weight, bias = job.tensors("cpu", "ramp")
     assert (x.nbytes + weight.nbytes + bias.nbytes) + 4 * torch.Size(job.output_size).numel() == job.bytes
     leaves = [t.double().requires_grad_() for t in (x, weight)]

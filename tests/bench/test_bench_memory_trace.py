@@ -14,7 +14,7 @@ pytest.importorskip("torchvision")
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
-    data = results(memory_trace)
+    data = results("memory_trace")
     models = {row["model"] for row in data["predictions"]}
     assert len(data["printed"]) == len(data["rows"]) + len(models) + len(data["plans"])
     for row in data["rows"]:

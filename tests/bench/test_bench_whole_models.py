@@ -25,9 +25,8 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["unet", "unet step"]
     assert whole_models.main(["--size", "tiny", "--rounds", "1", "--out", str(tmp_path), "--only", *wanted]) == 0
     rows = json.loads((tmp_path / "whole_models.json").read_text())["rows"]
-    assert [(row["case"], row["form"]) for row in rows] == [
-        (name, form) for name in wanted for form in whole_models.CASES[name].forms
-    ]
+    expected = [(name, form) for name in wanted for form in whole_models.CASES[name].forms]
+    assert [(row["case"], row["form"]) for row in rows] == expected
     peaks = {row["form"]: row["peak"] for row in rows if row["case"] == "unet step"}
     assert 0 < peaks["functional"] < peaks["stock"] and peaks["plan"] < peaks["stock"]
     for row in rows:

@@ -25,6 +25,4 @@ def test_the_rules_know_no_ranks(module: str) -> None:
         )
     for node in ast.walk(tree(module)):
         assert getattr(node, "attr", "") != "distributed", "torch.distributed, without an import"
-        assert getattr(node, "id", getattr(node, "attr", "")) not in ("import_module", "__import__"), (
-            "an import by name"
-        )
+        assert getattr(node, "id", getattr(node, "attr", "")) not in ("import_module", "__import__"), "by name"

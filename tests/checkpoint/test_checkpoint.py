@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.counts import Hooked
+from support.errors import raises
 from torch import Tensor, nn
 from torch.utils import checkpoint as stock
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -72,12 +74,19 @@ def everything(model: nn.Module, run: Callable[[Any, Tensor], Tensor], steps: in
     return found
 
 
-def plainly(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)
+def plainly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
 
 
 def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def alike(body: Callable[[Any], list[Tensor]]) -> list[Tensor]:
+    """body(run) gives the same bits where run calls a function and where it is a checkpoint."""
+    expected = body(plainly)
+    assert equal(body(pc.checkpoint), expected)
+    return expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -107,12 +116,12 @@ def test_norms_of_other_dimensions(kind, dims):
         norm = getattr(nn, f"{kind}{dims}d")(3, affine=True, track_running_stats=True)
         return nn.Sequential(norm, nn.Tanh()).double()
 
-    runs = []
-    for run in (plainly, pc.checkpoint):
+    def body(run: Any) -> list[Tensor]:
         net, x = model(), torch.ones(2, 3, *[4] * dims, dtype=torch.float64).cumsum(-1)
         run(net, x).square().sum().backward()
-        runs.append([net[0].weight.grad, *net.buffers()])
-    assert equal(*runs) and int(runs[1][-1]) == (kind == "BatchNorm")
+        return [net[0].weight.grad, *net.buffers()]
+
+    assert int(alike(body)[-1]) == (kind == "BatchNorm")
 
 
 @pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
@@ -126,22 +135,6 @@ def test_passes_without_backward_move_statistics_once(no_grad):
         run(model, image())  # a graph that no backward pass is made of
         plain(image())
         assert equal(list(model.buffers()), list(plain.buffers())) and int(model[1].num_batches_tracked) == 2
-
-
-def test_update_bn():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return pc.checkpoint(self.net, x)
-
-    model, plain = Model(), network()
-    batches = [image().detach() + i for i in range(3)]
-    torch.optim.swa_utils.update_bn(batches, model)
-    torch.optim.swa_utils.update_bn(batches, plain)
-    assert equal(list(model.buffers()), list(plain.buffers())) and int(plain[1].num_batches_tracked) == 3
 
 
 def test_eval_mode():
@@ -216,13 +209,13 @@ def test_backward_twice_and_backward_inside():
         y = net(x)
         return torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0], y
 
-    runs = []
-    for run in (lambda *args: fn(*args), lambda *args: pc.checkpoint(fn, *args, early_stop=False)):
+    def body(run: Any) -> list[Tensor]:
         model, x = network(), image()
-        inside, y = run(model, x)
+        inside, y = run(fn, model, x) if run is plainly else run(fn, model, x, early_stop=False)
         y.sum().backward()
-        runs.append([inside, x.grad, *model.buffers()])
-    assert equal(*runs)
+        return [inside, x.grad, *model.buffers()]
+
+    alike(body)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -250,14 +243,13 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functional_norms(name):
-    runs = []
-    for run in (lambda fn, x: fn(x), pc.checkpoint, torchs):
+    def body(run: Any) -> list[Tensor]:
         x, mean, var = image(), torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-        y = run(lambda x, m=mean, v=var: FUNCTIONS[name](x.tanh(), m, v).sin(), x)
+        y = run(lambda x: FUNCTIONS[name](x.tanh(), mean, var).sin(), x)
         y.square().sum().backward()
-        runs.append([y, x.grad, mean, var])
-    assert equal(runs[1], runs[0])
-    assert not torch.equal(runs[2][2], runs[0][2]), "torch's checkpoint moves them twice"
+        return [y, x.grad, mean, var]
+
+    assert not torch.equal(body(torchs)[2], alike(body)[2]), "torch's checkpoint moves them twice"
 
 
 @pytest.mark.parametrize("rebinds", [False, True])
@@ -370,23 +362,19 @@ def test_save_on_cpu(convert):
     torch.testing.assert_close(everything(network(), run), everything(network(), plainly))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What is passed
-
-
 def test_arguments_and_results_of_every_kind():
     def fn(pair: tuple[Tensor, Tensor], text: str, *, scale: Tensor, name: str = "") -> dict[str, Any]:
         a, b = pair
         return {"sum": (a * b).sin() * scale, "text": text + name, "list": [a.exp(), None, 3]}
 
-    runs = []
-    for run in (lambda fn, *args, **kwargs: fn(*args, **kwargs), pc.checkpoint):
+    def body(run: Any) -> list[Tensor]:
         a, b, scale = image(), image(), image()
         out = run(fn, (a, b), "x", scale=scale, name="y")
         assert out["text"] == "xy" and out["list"][1:] == [None, 3]
         (out["sum"].sum() + out["list"][0].sum()).backward()
-        runs.append([a.grad, b.grad, scale.grad])
-    assert equal(*runs)
+        return [a.grad, b.grad, scale.grad]
+
+    alike(body)
     assert pc.checkpoint(lambda: 7) == 7
 
 
@@ -397,22 +385,20 @@ def test_debug():
 
 
 def test_double_backward():
-    runs = []
-    for run in (plainly, pc.checkpoint):
+    def body(run: Any) -> list[Tensor]:
         model, x = network(), image()
         (grad,) = torch.autograd.grad(run(model, x).square().sum(), x, create_graph=True)
         grad.square().sum().backward()
-        runs.append([grad, x.grad, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()])
-    assert len(runs[0]) > 8
-    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+        return [grad, x.grad, *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+    assert len(alike(body)) > 8
 
 
 def test_less_is_kept():
     """A checkpoint keeps the input alone."""
-    seen: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.nbytes) or t, lambda t: t):
+    with Hooked() as hooked:
         pc.checkpoint(network(), x := image())
-    assert sum(seen) <= x.nbytes
+    assert sum(t.nbytes for t in hooked.packed) <= x.nbytes
 
 
 def test_data_parallel():
@@ -423,40 +409,31 @@ def test_data_parallel():
     assert equal(everything(nn.DataParallel(pc.checkpoint_modules(network(), ("1", "4"))), plainly), expected)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Errors
-
-
 def test_errors():
     model, x = network(), image()
-    with pytest.raises(ValueError, match=r"^checkpoint: expected use_reentrant to be False .* got True$"):
-        pc.checkpoint(model, x, use_reentrant=True)
-    with pytest.raises(ValueError, match=r"^checkpoint_sequential: expected use_reentrant to be False .* got True$"):
-        pc.checkpoint_sequential(model, 2, x, True)
-    with pytest.raises(TypeError, match=r"^checkpoint: expected fn to be callable, got int$"):
-        pc.checkpoint(3, x)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="determinism_check"):
-        pc.checkpoint(model, x, determinism_check="strict")
-    message = r"^checkpoint_sequential: expected segments to be between 1 and 7 \(functions\), got "
-    for segments in (0, -1, 8):
-        with pytest.raises(ValueError, match=message + str(segments)):
-            pc.checkpoint_sequential(model, segments, x)
-    with pytest.raises(TypeError, match=r"^checkpoint_sequential: expected segments to be an int, got str$"):
-        pc.checkpoint_sequential(model, "2", x)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^checkpoint_sequential: expected functions to be an nn.Sequential or a list"):
-        pc.checkpoint_sequential(nn.ReLU(), 1, x)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^checkpoint_sequential: expected functions\[1\] to be callable, got int$"):
-        pc.checkpoint_sequential([torch.sin, 3], 1, x)  # type: ignore[list-item]
-    with pytest.raises(TypeError, match=r"^checkpoint_sequential: expected options among .* got preserve$"):
-        pc.checkpoint_sequential(model, 2, x, preserve=True)
-    for n in (-1, 3):
-        with pytest.raises(
-            ValueError, match=rf"^CheckpointFunction.apply: expected n to be between 0 and 2 .* got {n}$"
-        ):
-            pc.CheckpointFunction.apply(torch.sin, n, x, x)
-    for n in (1.0, True, None):
-        with pytest.raises(TypeError, match=r"^CheckpointFunction.apply: expected n to be an int"):
-            pc.CheckpointFunction.apply(torch.sin, n, x, x)  # type: ignore[arg-type]
+    sequential, apply = pc.checkpoint_sequential, pc.CheckpointFunction.apply
+    few = r"^checkpoint_sequential: expected segments to be between 1 and 7 \(functions\), got "
+    raises(ValueError, {
+        "^checkpoint: expected use_reentrant to be False .* got True$":
+            lambda: pc.checkpoint(model, x, use_reentrant=True),
+        "^checkpoint_sequential: expected use_reentrant to be False .* got": lambda: sequential(model, 2, x, True),
+        "determinism_check": lambda: pc.checkpoint(model, x, determinism_check="strict"),
+        **{few + str(n): lambda n=n: sequential(model, n, x) for n in (0, -1, 8)},
+        **{f"^CheckpointFunction.apply: expected n to be between 0 and 2 .* got {n}$":
+           lambda n=n: apply(torch.sin, n, x, x) for n in (-1, 3)},
+    })  # fmt: skip
+    raises(TypeError, {
+        "^checkpoint: expected fn to be callable, got int$": lambda: pc.checkpoint(3, x),
+        "^checkpoint_sequential: expected segments to be an int, got str$": lambda: sequential(model, "2", x),
+        "^checkpoint_sequential: expected functions to be an nn.Sequential or a list":
+            lambda: sequential(nn.ReLU(), 1, x),
+        r"^checkpoint_sequential: expected functions\[1\] to be callable, got int$":
+            lambda: sequential([torch.sin, 3], 1, x),
+        "^checkpoint_sequential: expected options among .* got preserve$":
+            lambda: sequential(model, 2, x, preserve=True),
+        **{f"^CheckpointFunction.apply: expected n to be an int .* got {n}$":
+           lambda n=n: apply(torch.sin, n, x, x) for n in (1.0, True, None)},
+    })  # fmt: skip
     assert pc.checkpoint(torch.sin, x, use_reentrant=False).requires_grad
 
 

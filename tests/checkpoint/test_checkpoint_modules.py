@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.copies import COPIES, OwnReduce
+from support.counts import saved_bytes
+from support.errors import raises
 from support.pairs import pairwise
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
@@ -59,13 +62,6 @@ def checkpointed(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, _Checkpointed)]
 
 
-def loaded(model: nn.Module) -> nn.Module:
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=False)
-
-
 STEPS: dict[str, Callable[[Net], Net]] = {
     "checkpoint": lambda m: pc.checkpoint_modules(m, Block),
     "convert": pc.convert,
@@ -102,19 +98,8 @@ def test_every_order(first, second, third):
 
 def _since(conversions: list[str]) -> list[str]:
     """What was converted after the last revert."""
-    return (
-        conversions[len(conversions) - conversions[::-1].index("revert") :] if "revert" in conversions else conversions
-    )
-
-
-def test_gradients_are_the_same_bits_and_statistics_move_once():
-    model = pc.checkpoint_modules(network(), lambda name, module: name in ("", "blocks", "blocks.0.norm", "head"))
-    assert checkpointed(model) == ["", "blocks", "blocks.0.norm", "head"]
-    expected = outcome(network())
-    assert all(map(torch.equal, outcome(model), expected))
-    with torch.no_grad():
-        model(torch.ones(1, 3, 9, 9, dtype=torch.float64))
-    assert int(model.head.num_batches_tracked) == int(model.blocks[0].norm.num_batches_tracked) == 2
+    at = len(conversions) - conversions[::-1].index("revert") if "revert" in conversions else 0
+    return conversions[at:]
 
 
 @pytest.mark.parametrize(
@@ -140,10 +125,7 @@ def test_which(which, names):
 
 def test_less_is_kept_and_without_gradients_nothing():
     def kept(model: nn.Module) -> int:
-        seen: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.update({id(t): t.nbytes}) or t, lambda t: t):
-            keep = model(torch.ones(2, 3, 9, 9, dtype=torch.float64))  # noqa: F841
-        return sum(seen.values())
+        return saved_bytes(lambda: model(torch.ones(2, 3, 9, 9, dtype=torch.float64)))
 
     assert kept(pc.checkpoint_modules(network(), "blocks")) < kept(network()) / 2
     with torch.no_grad():
@@ -171,11 +153,8 @@ def test_hooks_run_once_and_keywords_arrive():
 @pytest.mark.parametrize("order", list(itertools.permutations(["checkpoint", "norm", "convert"])), ids="-".join)
 @pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrized(order, norm):
-    steps = {
-        "checkpoint": lambda m: pc.checkpoint_modules(m, nn.Conv2d),
-        "norm": lambda m: norm(m[0]),
-        "convert": lambda m: pc.convert(m, splits=2),
-    }
+    checkpoint, convert = partial(pc.checkpoint_modules, which=nn.Conv2d), partial(pc.convert, splits=2)
+    steps = {"checkpoint": checkpoint, "norm": lambda m: norm(m[0]), "convert": convert}
 
     def make(*steps: Any) -> nn.Sequential:
         torch.manual_seed(0)
@@ -199,15 +178,7 @@ def test_parametrized(order, norm):
     assert type(pc.checkpoint_modules(pc.revert(model), ())[0]) is nn.Conv2d
 
 
-class OwnReduce(nn.Conv2d):
-    def __reduce__(self):
-        return type(self), (self.in_channels, self.out_channels, self.kernel_size), {"restored": True}
-
-    def __setstate__(self, state):
-        self.restored = state["restored"]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, loaded, lambda m: pickle.loads(pickle.dumps(m, 0))])
+@pytest.mark.parametrize("copied", [COPIES[how] for how in ("copy", "deepcopy", "save", "pickle 0")])
 @pytest.mark.parametrize("convert", [False, True])
 def test_copies(copied, convert):
     for kind in (nn.Conv2d, OwnReduce):
@@ -234,27 +205,22 @@ def test_report_and_script():
 
 def test_errors_change_nothing():
     model = pc.checkpoint_modules(network(), "head")
-    with pytest.raises(
-        ValueError, match=r"^checkpoint_modules: expected which to name modules of the model, got 'tail'$"
-    ):
-        pc.checkpoint_modules(model, ("stem", "tail"))
-    for which in (3, (nn.Conv2d, "stem"), int, [3.5]):
-        with pytest.raises(TypeError, match=r"^checkpoint_modules: expected which to be names of modules, .*, got "):
-            pc.checkpoint_modules(model, which)
-    with pytest.raises(TypeError, match=r"^checkpoint_modules: expected model to be a torch.nn.Module, got int$"):
-        pc.checkpoint_modules(3, ())  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"^checkpoint_modules, module 'extra': ModuleList has no forward$"):
-        pc.checkpoint_modules(model, ("stem", "extra"))
-    with pytest.raises(TypeError, match=r"^checkpoint_modules, module '0': LazyConv2d has no weight yet"):
-        pc.checkpoint_modules(nn.Sequential(nn.LazyConv2d(4, 3)), "0")
     own = nn.ReLU()
     own.forward = lambda x: x  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match=r"^checkpoint_modules, module '': this ReLU was given a forward of its own$"):
-        pc.checkpoint_modules(own, "")
-    with pytest.raises(
-        TypeError, match=r"^checkpoint_modules, module '': a TorchScript module cannot change its class"
-    ):
-        pc.checkpoint_modules(torch.jit.script(nn.ReLU()), "")
+    call, lazy, scripted = pc.checkpoint_modules, nn.Sequential(nn.LazyConv2d(4, 3)), torch.jit.script(nn.ReLU())
+    name = "^checkpoint_modules"
+    raises(ValueError, {
+        f"{name}: expected which to name modules of the model, got 'tail'$": lambda: call(model, ("stem", "tail"))
+    })  # fmt: skip
+    for which in (3, (nn.Conv2d, "stem"), int, [3.5]):
+        raises(TypeError, {f"{name}: expected which to be names of modules, .*, got ": partial(call, model, which)})
+    raises(TypeError, {
+        f"{name}: expected model to be a torch.nn.Module, got int$": lambda: call(3, ()),
+        f"{name}, module 'extra': ModuleList has no forward$": lambda: call(model, ("stem", "extra")),
+        f"{name}, module '0': LazyConv2d has no weight yet": lambda: call(lazy, "0"),
+        f"{name}, module '': this ReLU was given a forward of its own$": lambda: call(own, ""),
+        f"{name}, module '': a TorchScript module cannot change its class": lambda: call(scripted, ""),
+    })  # fmt: skip
     with pytest.raises(ValueError, match=r"expected .*splits"):
         pc.convert(model, splits=0)
     assert checkpointed(model) == ["head"] and type(model.stem) is nn.Conv2d

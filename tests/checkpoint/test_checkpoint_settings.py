@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.modules import Made
 from torch import Tensor, nn
 
 import patchconv_native as pc
@@ -75,16 +76,15 @@ def test_autocast(lean):
         seen.append(y.dtype)
         return y
 
-    runs = []
-    for run in (lambda fn, x: fn(x), lambda fn, x: pc.checkpoint(fn, x, early_stop=False)):
-        net = copy.deepcopy(model.state_dict())
+    runs, state = [], copy.deepcopy(model.state_dict())
+    for run in (fn, lambda x: pc.checkpoint(fn, x, early_stop=False)):
+        model.load_state_dict(state)
         model.zero_grad()
         x = image()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(fn, x)
+            y = run(x)
         y.float().square().sum().backward()
         runs.append([y, x.grad, *(p.grad for p in model.parameters()), *(b.clone() for b in model.buffers())])
-        model.load_state_dict(net)
     assert all(map(torch.equal, *runs)) and seen == [torch.bfloat16] * 3
 
 
@@ -104,12 +104,9 @@ def others(on: bool) -> Any:
     """Other settings than at first, one way or another."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(2 if on else 1)
-    with (
-        torch.backends.cudnn.flags(enabled=True, benchmark=on, deterministic=on),
-        pc.backend("aten" if on else "auto"),
-        pc.recompute(not on),
-        pc.workspace_limit(2**20 if on else 2**21),
-    ):
+    limit, flags = pc.workspace_limit(2**20 if on else 2**21), {"benchmark": on, "deterministic": on}
+    cudnn, backend = torch.backends.cudnn.flags(enabled=True, **flags), pc.backend("aten" if on else "auto")
+    with cudnn, backend, pc.recompute(not on), limit:
         yield
     torch.set_deterministic_debug_mode(before)
 
@@ -154,56 +151,29 @@ def test_lean_around_a_checkpoint_is_in_force_both_times(ours):
     assert (saved[0] == "ReluBackward0") != ours
 
 
-# ------------------------------------------------------------------------------------------------------------
-# torch.compile
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()]
     return nn.Sequential(*layers).double()
 
 
-class Cumulative(nn.Module):
+def cumulative() -> nn.Module:
     """A norm at which a compiler gives up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.net[1].momentum = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return pc.checkpoint(self.net, x)
+    net = network()
+    net[1].momentum = None
+    return Made(lambda m, x: pc.checkpoint(m.net, x), net=net)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return pc.checkpoint(self.net, x).sin()
-
-
-class OfCompiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-        self.compiled = [torch.compile(self.net, backend="aot_eager")]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return pc.checkpoint(lambda x: self.compiled[0](x.sin()).sin(), x)
+def of_compiled() -> nn.Module:
+    compiled = torch.compile(net := network(), backend="aot_eager")
+    return Made(lambda m, x: pc.checkpoint(lambda x: compiled(x.sin()).sin(), x), net=net)
 
 
 COMPILED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Sequential, Tensor], Tensor], bool]] = {
-    "model": (Checkpointed, lambda net, x: net(x).sin(), True),
-    "model, given up": (Cumulative, lambda net, x: net(x), True),
-    "module in a checkpoint": (OfCompiled, lambda net, x: net(x.sin()).sin(), False),
-    "checkpoint_modules": (
-        lambda: nn.ModuleDict({"net": pc.checkpoint_modules(network(), "")}).get_submodule("net"),
-        lambda net, x: net(x),
-        True,
-    ),
+    "model": (lambda: Made(lambda m, x: pc.checkpoint(m.net, x).sin(), net=network()), lambda n, x: n(x).sin(), True),
+    "model, given up": (cumulative, lambda net, x: net(x), True),
+    "module in a checkpoint": (of_compiled, lambda net, x: net(x.sin()).sin(), False),
+    "checkpoint_modules": (lambda: pc.checkpoint_modules(network(), ""), lambda net, x: net(x), True),
 }
 
 

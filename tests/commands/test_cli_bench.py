@@ -51,9 +51,7 @@ class TestBench:
         assert found["converted_layers"] == 1
         assert measured(commands)["what"] == "a convolution of 64 to 64 channels, 3 x 3"
 
-    def test_convolution_has_the_gradient_of_its_input(
-        self, commands: Commands, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_convolution_has_an_input_gradient(self, commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         monkeypatch.setattr(bench, "sum_of", lambda output: seen.append(output.grad_fn) or output.sum())
         measured(commands, "--conv", "4x8x5")
@@ -119,25 +117,14 @@ class TestMistakes:
     def test_words(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
         assert text in commands("bench", *words).mistake("bench")
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_no_gpu(self, commands: Commands) -> None:
-        assert "torch finds no GPU" in commands("bench", "--device", "cuda").mistake("bench")
-
     @pytest.mark.parametrize(
         ("words", "text"),
         [
             (("%Hungry",), "out of memory with an input of 1 x 3 x 16 x 16: RuntimeError"),
-            (
-                ("%tiny", "--channels", "4"),
-                "a step failed with an input of 1 x 4 x 16 x 16: RuntimeError: Given groups=1",
-            ),
+            (("%tiny", "--channels", "4"), "a step failed with an input of 1 x 4 x 16 x 16: RuntimeError: Given"),
             (("%raises",), "models.py:raises did not make a model: ValueError: no such luck"),
             (("%Frozen",), "expected an output that requires a gradient"),
         ],
     )
     def test_failures(self, words: tuple[str, ...], text: str, commands: Commands) -> None:
         assert text in commands("bench", *words, *SMALL).failure("bench")
-
-    def test_interrupt(self, commands: Commands) -> None:
-        done = commands("bench", "%Stops", *SMALL)
-        assert done.code == 130 and done.err.endswith(" bench: interrupted\n")

@@ -1,7 +1,6 @@
-"""Bad arguments: each refused by name, with what was expected and what came, and with nothing changed by the
-attempt.
+"""Bad arguments: each refused by name, with what was expected and what came, and with nothing changed by the attempt.
 
-The table holds whole messages. Where one rule serves every operator it is tested on one of them, and
+The tables hold whole messages. Where one rule serves every operator it is tested on one of them, and
 `test_every_operator_names_itself` sees to the names.
 """
 
@@ -22,288 +21,123 @@ def t(*shape: int, **options) -> torch.Tensor:
 
 
 X, W, B = t(1, 4, 8, 8), t(6, 4, 3, 3), t(6)
-PLAIN = (X, W, B, 1, 1, 1, 1)
+X1, X3, W3 = t(1, 4, 8), t(1, 4, 8, 8, 8), t(6, 4, 3, 3, 3)
+T = t(4, 2, 3, 3)  # of a transposed convolution
+
+VALUES = {
+    "conv2d: expected weight to have 4 dimensions (K, C/groups, R, S), got 3": lambda: ops.conv2d(X, t(6, 4, 3)),
+    "conv1d: expected weight to have 3 dimensions (K, C/groups, S), got 4": lambda: ops.conv1d(X1, W),
+    "conv3d: expected weight to have 5 dimensions (K, C/groups, T, R, S), got 4": lambda: ops.conv3d(X3, W),
+    "conv_transpose2d: expected weight to have 4 dimensions (C, K/groups, R, S), got 3":
+        lambda: ops.conv_transpose2d(X, t(4, 6, 3)),
+    "conv2d: expected input to have 3 or 4 dimensions (C, H, W) or (N, C, H, W), got 2":
+        lambda: ops.conv2d(t(8, 8), W),
+    "conv1d: expected input to have 2 or 3 dimensions (C, L) or (N, C, L), got 4": lambda: ops.conv1d(X, t(6, 4, 3)),
+    "conv3d: expected input to have 4 or 5 dimensions (C, D, H, W) or (N, C, D, H, W), got 6":
+        lambda: ops.conv3d(t(1, 1, 4, 8, 8, 8), W3),
+    "conv2d: expected input to have 4 channels for weight of shape [6, 4, 3, 3] and groups 1, got 3":
+        lambda: ops.conv2d(t(1, 3, 8, 8), W),
+    "conv2d: expected input to have 8 channels for weight of shape [6, 4, 3, 3] and groups 2, got 4":
+        lambda: ops.conv2d(X, W, groups=2),
+    "conv_transpose2d: expected input to have 5 channels for weight of shape [5, 2, 3, 3] and groups 1, got 4":
+        lambda: ops.conv_transpose2d(X, t(5, 2, 3, 3)),
+    "conv2d: expected dimension 0 of weight to be a positive multiple of groups (4) and dimension 1 to be positive, "
+    "got weight of shape [6, 1, 3, 3]": lambda: ops.conv2d(X, t(6, 1, 3, 3), groups=4),
+    "conv2d: expected groups to be at least 1, got 0": lambda: ops.conv2d(X, W, groups=0),
+    "conv_transpose1d: expected groups to be at least 1, got -1":
+        lambda: ops.conv_transpose1d(X1, t(4, 2, 3), groups=-1),
+    "conv2d: expected every kernel size to be at least 1, got weight of shape [6, 4, 3, 0]":
+        lambda: ops.conv2d(X, t(6, 4, 3, 0)),
+    "conv2d: expected every entry of stride to be at least 1, got [1, 0]": lambda: ops.conv2d(X, W, stride=[1, 0]),
+    "conv2d: expected stride to have 1 or 2 entries, got 3": lambda: ops.conv2d(X, W, stride=[1, 1, 1]),
+    "conv2d: expected stride to have 1 or 2 entries, got 0": lambda: ops.conv2d(X, W, stride=[]),
+    "conv2d: expected every entry of dilation to be at least 1, got [0, 1]": lambda: ops.conv2d(X, W, dilation=[0, 1]),
+    "conv3d: expected dilation to have 1 or 3 entries, got 2": lambda: ops.conv3d(X3, W3, dilation=[1, 1]),
+    "conv2d: expected every entry of padding to be at least 0, got [0, -1]": lambda: ops.conv2d(X, W, padding=[0, -1]),
+    "conv2d: expected padding to have 1, 2 or 4 entries, got 3": lambda: ops.conv2d(X, W, padding=[1, 1, 1]),
+    "conv_transpose2d: expected padding to have 1 or 2 entries, got 4":
+        lambda: ops.conv_transpose2d(X, T, padding=[1, 1, 1, 1]),
+    "conv2d: expected padding_mode to be 'zeros', 'reflect', 'replicate' or 'circular', got 'mirror'":
+        lambda: ops.conv2d(X, W, padding=1, padding_mode="mirror"),
+    "conv2d: expected reflect padding to be smaller than the input, got padding (8, 8) for size 8 in spatial "
+    "dimension 1": lambda: ops.conv2d(X, W, padding=[1, 8], padding_mode="reflect"),
+    "conv2d: expected circular padding to be no larger than the input, got padding (0, 9) for size 8 in spatial "
+    "dimension 0": lambda: ops.conv2d(X, W, padding=[0, 9, 1, 1], padding_mode="circular"),
+    "conv1d: expected an input that is not empty for replicate padding, got size 0 in spatial dimension 0":
+        lambda: ops.conv1d(t(1, 4, 0), t(6, 4, 1), padding=1, padding_mode="replicate"),
+    "conv2d: expected the kernel to fit the padded input, got kernel extent 11 for padded size 10 in spatial "
+    "dimension 1": lambda: ops.conv2d(X, t(6, 4, 3, 11), padding=1),
+    "conv2d: expected the kernel to fit the padded input, got kernel extent 9 for padded size 8 in spatial "
+    "dimension 0": lambda: ops.conv2d(X, W, dilation=[4, 1]),
+    "conv_transpose2d: expected every output size to be at least 1, got 0 in spatial dimension 0 for input of shape "
+    "[1, 4, 1, 8]": lambda: ops.conv_transpose2d(t(1, 4, 1, 8), t(4, 2, 2, 3), padding=[1, 0]),
+    "conv_transpose2d: expected output_padding to be smaller than stride or dilation, got output_padding [0, 2], "
+    "stride [2, 2], dilation [1, 1]": lambda: ops.conv_transpose2d(X, T, stride=2, output_padding=[0, 2]),
+    "conv_transpose2d: expected every entry of output_padding to be at least 0, got [0, -1]":
+        lambda: ops.conv_transpose2d(X, T, stride=2, output_padding=[0, -1]),
+    "conv2d: expected every entry of splits to be at least 1, got [0]": lambda: ops.conv2d(X, W, splits=0),
+    "conv2d: expected splits to have 1 or 2 entries, got 3": lambda: ops.conv2d(X, W, splits=[1, 2, 3]),
+    "conv_transpose2d: expected every entry of splits to be at least 1, got [2, -1]":
+        lambda: ops.conv_transpose2d(X, T, splits=[2, -1]),
+    "conv2d: expected bias to have shape [6], got [5]": lambda: ops.conv2d(X, W, t(5)),
+    "conv2d: expected bias to have shape [6], got [6, 1]": lambda: ops.conv2d(X, W, t(6, 1)),
+    "conv_transpose2d: expected bias to have shape [4], got [2]": lambda: ops.conv_transpose2d(X, T, t(2), groups=2),
+}  # fmt: skip
+TYPES = {
+    "conv2d: expected input to have dtype float64, float32, float16 or bfloat16, got Int":
+        lambda: ops.conv2d(X.int(), W),
+    "conv2d: expected weight to have dtype float64, float32, float16 or bfloat16, got ComplexFloat":
+        lambda: ops.conv2d(X, W.to(torch.complex64)),
+    "conv2d: expected weight to have the dtype of input (Float), got Double": lambda: ops.conv2d(X, W.double()),
+    "conv2d: expected bias to have the dtype of input (Float), got Half": lambda: ops.conv2d(X, W, B.half()),
+}  # fmt: skip
+GRAD = t(1, 6, 8, 8)
 
 
-# (name, call, exception, text)
-TABLE = [
-    (
-        "weight of 3 dimensions",
-        lambda: ops.conv2d(X, t(6, 4, 3), None, 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected weight to have 4 dimensions (K, C/groups, R, S), got 3",
-    ),
-    (
-        "weight of 4 dimensions in 1-D",
-        lambda: ops.conv1d(t(1, 4, 8), W, None, 1, 0, 1, 1),
-        ValueError,
-        "conv1d: expected weight to have 3 dimensions (K, C/groups, S), got 4",
-    ),
-    (
-        "weight of 4 dimensions in 3-D",
-        lambda: ops.conv3d(t(1, 4, 8, 8, 8), W, None, 1, 0, 1, 1),
-        ValueError,
-        "conv3d: expected weight to have 5 dimensions (K, C/groups, T, R, S), got 4",
-    ),
-    (
-        "transposed weight of 3 dimensions",
-        lambda: ops.conv_transpose2d(X, t(4, 6, 3), None, 1, 0, 0, 1, 1),
-        ValueError,
-        "conv_transpose2d: expected weight to have 4 dimensions (C, K/groups, R, S), got 3",
-    ),
-    (
-        "input of 2 dimensions",
-        lambda: ops.conv2d(t(8, 8), W, None, 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected input to have 3 or 4 dimensions (C, H, W) or (N, C, H, W), got 2",
-    ),
-    (
-        "input of 4 dimensions in 1-D",
-        lambda: ops.conv1d(X, t(6, 4, 3), None, 1, 0, 1, 1),
-        ValueError,
-        "conv1d: expected input to have 2 or 3 dimensions (C, L) or (N, C, L), got 4",
-    ),
-    (
-        "input of 6 dimensions in 3-D",
-        lambda: ops.conv3d(t(1, 1, 4, 8, 8, 8), t(6, 4, 3, 3, 3), None, 1, 0, 1, 1),
-        ValueError,
-        "conv3d: expected input to have 4 or 5 dimensions (C, D, H, W) or (N, C, D, H, W), got 6",
-    ),
-    (
-        "too few channels",
-        lambda: ops.conv2d(t(1, 3, 8, 8), W, None, 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected input to have 4 channels for weight of shape [6, 4, 3, 3] and groups 1, got 3",
-    ),
-    (
-        "channels for groups",
-        lambda: ops.conv2d(X, W, None, 1, 0, 1, 2),
-        ValueError,
-        "conv2d: expected input to have 8 channels for weight of shape [6, 4, 3, 3] and groups 2, got 4",
-    ),
-    (
-        "transposed channels",
-        lambda: ops.conv_transpose2d(X, t(5, 2, 3, 3), None, 1, 0, 0, 1, 1),
-        ValueError,
-        "conv_transpose2d: expected input to have 5 channels for weight of shape [5, 2, 3, 3] and groups 1, got 4",
-    ),
-    (
-        "outputs that groups do not divide",
-        lambda: ops.conv2d(X, t(6, 1, 3, 3), None, 1, 0, 1, 4),
-        ValueError,
-        "conv2d: expected dimension 0 of weight to be a positive multiple of groups (4) and dimension 1 "
-        "to be "
-        "positive, got weight of shape [6, 1, 3, 3]",
-    ),
-    (
-        "groups 0",
-        lambda: ops.conv2d(X, W, None, 1, 0, 1, 0),
-        ValueError,
-        "conv2d: expected groups to be at least 1, got 0",
-    ),
-    (
-        "negative groups",
-        lambda: ops.conv_transpose1d(t(1, 4, 8), t(4, 2, 3), None, 1, 0, 0, -1, 1),
-        ValueError,
-        "conv_transpose1d: expected groups to be at least 1, got -1",
-    ),
-    (
-        "kernel of size 0",
-        lambda: ops.conv2d(X, t(6, 4, 3, 0), None, 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected every kernel size to be at least 1, got weight of shape [6, 4, 3, 0]",
-    ),
-    (
-        "stride 0",
-        lambda: ops.conv2d(X, W, None, [1, 0], 0, 1, 1),
-        ValueError,
-        "conv2d: expected every entry of stride to be at least 1, got [1, 0]",
-    ),
-    (
-        "three strides in 2-D",
-        lambda: ops.conv2d(X, W, None, [1, 1, 1], 0, 1, 1),
-        ValueError,
-        "conv2d: expected stride to have 1 or 2 entries, got 3",
-    ),
-    (
-        "no stride",
-        lambda: ops.conv2d(X, W, None, [], 0, 1, 1),
-        ValueError,
-        "conv2d: expected stride to have 1 or 2 entries, got 0",
-    ),
-    (
-        "dilation 0",
-        lambda: ops.conv2d(X, W, None, 1, 0, [0, 1], 1),
-        ValueError,
-        "conv2d: expected every entry of dilation to be at least 1, got [0, 1]",
-    ),
-    (
-        "two dilations in 3-D",
-        lambda: ops.conv3d(t(1, 4, 8, 8, 8), t(6, 4, 3, 3, 3), None, 1, 0, [1, 1], 1),
-        ValueError,
-        "conv3d: expected dilation to have 1 or 3 entries, got 2",
-    ),
-    (
-        "negative padding",
-        lambda: ops.conv2d(X, W, None, 1, [0, -1], 1, 1),
-        ValueError,
-        "conv2d: expected every entry of padding to be at least 0, got [0, -1]",
-    ),
-    (
-        "three paddings in 2-D",
-        lambda: ops.conv2d(X, W, None, 1, [1, 1, 1], 1, 1),
-        ValueError,
-        "conv2d: expected padding to have 1, 2 or 4 entries, got 3",
-    ),
-    (
-        "transposed padding in pairs",
-        lambda: ops.conv_transpose2d(X, t(4, 2, 3, 3), None, 1, [1, 1, 1, 1], 0, 1, 1),
-        ValueError,
-        "conv_transpose2d: expected padding to have 1 or 2 entries, got 4",
-    ),
-    (
-        "unknown padding_mode",
-        lambda: ops.conv2d(X, W, None, 1, 1, 1, 1, padding_mode="mirror"),
-        ValueError,
-        "conv2d: expected padding_mode to be 'zeros', 'reflect', 'replicate' or 'circular', got 'mirror'",
-    ),
-    (
-        "reflection of a whole row",
-        lambda: ops.conv2d(X, W, None, 1, [1, 8], 1, 1, padding_mode="reflect"),
-        ValueError,
-        "conv2d: expected reflect padding to be smaller than the input, got padding (8, 8) for size 8 "
-        "in spatial "
-        "dimension 1",
-    ),
-    (
-        "circular padding beyond one turn",
-        lambda: ops.conv2d(X, W, None, 1, [0, 9, 1, 1], 1, 1, padding_mode="circular"),
-        ValueError,
-        "conv2d: expected circular padding to be no larger than the input, got padding (0, 9) for size 8 in "
-        "spatial dimension 0",
-    ),
-    (
-        "replication of nothing",
-        lambda: ops.conv1d(t(1, 4, 0), t(6, 4, 1), None, 1, 1, 1, 1, padding_mode="replicate"),
-        ValueError,
-        "conv1d: expected an input that is not empty for replicate padding, got size 0 in spatial dimension 0",
-    ),
-    (
-        "kernel larger than the input",
-        lambda: ops.conv2d(X, t(6, 4, 3, 11), None, 1, 1, 1, 1),
-        ValueError,
-        "conv2d: expected the kernel to fit the padded input, got kernel extent 11 for padded size 10 "
-        "in spatial "
-        "dimension 1",
-    ),
-    (
-        "dilated kernel larger than the input",
-        lambda: ops.conv2d(X, W, None, 1, 0, [4, 1], 1),
-        ValueError,
-        "conv2d: expected the kernel to fit the padded input, got kernel extent 9 for padded size 8 in "
-        "spatial "
-        "dimension 0",
-    ),
-    (
-        "transposed output of size 0",
-        lambda: ops.conv_transpose2d(t(1, 4, 1, 8), t(4, 2, 2, 3), None, 1, [1, 0], 0, 1, 1),
-        ValueError,
-        "conv_transpose2d: expected every output size to be at least 1, got 0 in spatial dimension 0 "
-        "for input of "
-        "shape [1, 4, 1, 8]",
-    ),
-    (
-        "output_padding as large as stride and dilation",
-        lambda: ops.conv_transpose2d(X, t(4, 2, 3, 3), None, 2, 0, [0, 2], 1, 1),
-        ValueError,
-        "conv_transpose2d: expected output_padding to be smaller than stride or dilation, got output_padding "
-        "[0, 2], stride [2, 2], dilation [1, 1]",
-    ),
-    (
-        "negative output_padding",
-        lambda: ops.conv_transpose2d(X, t(4, 2, 3, 3), None, 2, 0, [0, -1], 1, 1),
-        ValueError,
-        "conv_transpose2d: expected every entry of output_padding to be at least 0, got [0, -1]",
-    ),
-    (
-        "splits 0",
-        lambda: ops.conv2d(X, W, None, 1, 0, 1, 1, splits=0),
-        ValueError,
-        "conv2d: expected every entry of splits to be at least 1, got [0]",
-    ),
-    (
-        "three splits in 2-D",
-        lambda: ops.conv2d(X, W, None, 1, 0, 1, 1, splits=[1, 2, 3]),
-        ValueError,
-        "conv2d: expected splits to have 1 or 2 entries, got 3",
-    ),
-    (
-        "negative splits",
-        lambda: ops.conv_transpose2d(X, t(4, 2, 3, 3), None, 2, 0, 0, 1, 1, splits=[2, -1]),
-        ValueError,
-        "conv_transpose2d: expected every entry of splits to be at least 1, got [2, -1]",
-    ),
-    (
-        "bias of another size",
-        lambda: ops.conv2d(X, W, t(5), 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected bias to have shape [6], got [5]",
-    ),
-    (
-        "bias of two dimensions",
-        lambda: ops.conv2d(X, W, t(6, 1), 1, 0, 1, 1),
-        ValueError,
-        "conv2d: expected bias to have shape [6], got [6, 1]",
-    ),
-    (
-        "transposed bias with groups",
-        lambda: ops.conv_transpose2d(X, t(4, 2, 3, 3), t(2), 1, 0, 0, 2, 1),
-        ValueError,
-        "conv_transpose2d: expected bias to have shape [4], got [2]",
-    ),
-    (
-        "integer input",
-        lambda: ops.conv2d(X.int(), W, None, 1, 0, 1, 1),
-        TypeError,
-        "conv2d: expected input to have dtype float64, float32, float16 or bfloat16, got Int",
-    ),
-    (
-        "complex weight",
-        lambda: ops.conv2d(X, W.to(torch.complex64), None, 1, 0, 1, 1),
-        TypeError,
-        "conv2d: expected weight to have dtype float64, float32, float16 or bfloat16, got ComplexFloat",
-    ),
-    (
-        "weight of another dtype",
-        lambda: ops.conv2d(X, W.double(), None, 1, 0, 1, 1),
-        TypeError,
-        "conv2d: expected weight to have the dtype of input (Float), got Double",
-    ),
-    (
-        "bias of another dtype",
-        lambda: ops.conv2d(X, W, B.half(), 1, 0, 1, 1),
-        TypeError,
-        "conv2d: expected bias to have the dtype of input (Float), got Half",
-    ),
-]
+def backward(grad=GRAD, x=X, w=W, input_size=(1, 4, 8, 8), weight_size=(6, 4, 3, 3), mask=(True, True, True), **kw):
+    """As a C++ or TorchScript program may call it."""
+    return ops.conv2d_backward(grad, x, w, input_size, weight_size, [1], [1], [1], 1, output_mask=mask, **kw)
 
 
-@pytest.mark.parametrize("call,error,text", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_message(call, error, text):
+# Of the backward operators, and of Python's own arguments.
+MORE_VALUES = {
+    "conv2d_backward: expected grad_output to have shape [1, 6, 8, 8], got [1, 6, 8, 7]":
+        lambda: backward(t(1, 6, 8, 7)),
+    "conv2d_backward: expected input for the gradient of weight, got None": lambda: backward(x=None),
+    "conv2d_backward: expected weight for the gradient of input, got None": lambda: backward(w=None),
+    "conv2d_backward: expected input to have shape [1, 4, 8, 8], got [1, 4, 8, 9]":
+        lambda: backward(x=t(1, 4, 8, 9)),
+    "conv2d_backward: expected every entry of splits to be at least 1, got [0]": lambda: backward(splits=0),
+    "conv2d: expected padding to be 'same', 'valid' or numbers, got 'full'":
+        lambda: pc.functional.conv2d(X, W, padding="full"),
+    "conv2d: expected stride 1 with padding='same', got 2":
+        lambda: pc.functional.conv2d(X, W, stride=2, padding="same"),
+}  # fmt: skip
+MORE_TYPES = {
+    "conv2d_backward: expected weight to have the dtype of grad_output (Float), got Double":
+        lambda: backward(w=W.double()),
+    "conv2d_backward: expected grad_output to have dtype float64, float32, float16 or bfloat16, got Long":
+        lambda: backward(GRAD.long()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [*VALUES, *TYPES, *MORE_VALUES, *MORE_TYPES])
+def test_message(text):
     before = pc.workspace_limit(), pc.backend()
-    with pytest.raises(error) as caught:
-        call()
+    kind = ValueError if text in VALUES | MORE_VALUES else TypeError
+    with pytest.raises(kind) as caught:
+        (VALUES | TYPES | MORE_VALUES | MORE_TYPES)[text]()
     assert str(caught.value).splitlines()[0] == text
     assert (pc.workspace_limit(), pc.backend()) == before
 
 
-@pytest.mark.parametrize("call,error,text", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_fake_tensors_say_the_same(call, error, text):
+@pytest.mark.parametrize("text", [*VALUES, *TYPES])
+def test_fake_tensors_say_the_same(text):
     """A compiled program learns at tracing time what an eager one learns at the call."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception) as caught:
-        call()
+        (VALUES | TYPES)[text]()
     assert text in str(caught.value)
 
 
@@ -319,98 +153,11 @@ def test_every_operator_names_itself(dims, transposed):
         getattr(pc.functional, name)(t(1, 2, *[5] * dims), t(2, 2))
 
 
-# The backward operators, called as a C++ or TorchScript program may.
-GRAD = t(1, 6, 8, 8)
-
-
-def backward(grad=GRAD, x=X, w=W, input_size=(1, 4, 8, 8), weight_size=(6, 4, 3, 3), mask=(True, True, True), **kw):
-    return ops.conv2d_backward(grad, x, w, input_size, weight_size, [1], [1], [1], 1, output_mask=mask, **kw)
-
-
-BACKWARD_TABLE = [
-    (
-        "gradient of another shape",
-        lambda: backward(t(1, 6, 8, 7)),
-        ValueError,
-        "conv2d_backward: expected grad_output to have shape [1, 6, 8, 8], got [1, 6, 8, 7]",
-    ),
-    (
-        "no input for the weight's gradient",
-        lambda: backward(x=None),
-        ValueError,
-        "conv2d_backward: expected input for the gradient of weight, got None",
-    ),
-    (
-        "no weight for the input's gradient",
-        lambda: backward(w=None),
-        ValueError,
-        "conv2d_backward: expected weight for the gradient of input, got None",
-    ),
-    (
-        "input of another size than input_size",
-        lambda: backward(x=t(1, 4, 8, 9)),
-        ValueError,
-        "conv2d_backward: expected input to have shape [1, 4, 8, 8], got [1, 4, 8, 9]",
-    ),
-    (
-        "weight of another dtype",
-        lambda: backward(w=W.double()),
-        TypeError,
-        "conv2d_backward: expected weight to have the dtype of grad_output (Float), got Double",
-    ),
-    (
-        "integer gradient",
-        lambda: backward(GRAD.long()),
-        TypeError,
-        "conv2d_backward: expected grad_output to have dtype float64, float32, float16 or bfloat16, got Long",
-    ),
-    (
-        "splits",
-        lambda: backward(splits=0),
-        ValueError,
-        "conv2d_backward: expected every entry of splits to be at least 1, got [0]",
-    ),
-]
-
-
-@pytest.mark.parametrize("call,error,text", [row[1:] for row in BACKWARD_TABLE], ids=[row[0] for row in BACKWARD_TABLE])
-def test_backward_message(call, error, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value).splitlines()[0] == text
-
-
 def test_backward_takes_no_more_than_it_needs():
     _, grad_weight, grad_bias = backward(w=None, mask=(False, True, True))
     assert grad_weight.shape == W.shape and grad_bias.shape == B.shape
     grad_input, _, _ = backward(x=None, mask=(True, False, False))
     assert grad_input.shape == X.shape
-
-
-# Python's own arguments: words for padding, settings, splits.
-FUNCTIONAL_TABLE = [
-    (
-        "unknown word",
-        lambda: pc.functional.conv2d(X, W, padding="full"),
-        ValueError,
-        "conv2d: expected padding to be 'same', 'valid' or numbers, got 'full'",
-    ),
-    (
-        "'same' with stride",
-        lambda: pc.functional.conv2d(X, W, stride=2, padding="same"),
-        ValueError,
-        "conv2d: expected stride 1 with padding='same', got 2",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    "call,error,text", [row[1:] for row in FUNCTIONAL_TABLE], ids=[row[0] for row in FUNCTIONAL_TABLE]
-)
-def test_functional_message(call, error, text):
-    with pytest.raises(error) as caught:
-        call()
-    assert str(caught.value).splitlines()[0] == text
 
 
 @pytest.mark.parametrize("bad", ["lots", "12 furlongs", "-1MiB", "", 0, -5, 1.5, None.__class__])
@@ -456,11 +203,7 @@ def test_a_module_is_unchanged_by_an_error(splits):
 
 def test_an_error_in_a_block_restores_the_settings():
     limit, backend = pc.workspace_limit(), pc.backend()
-    with (
-        pytest.raises(ValueError, match=r"^conv2d: expected stride"),
-        pc.workspace_limit(4096),
-        pc.backend("aten"),
-    ):
+    with pytest.raises(ValueError, match=r"^conv2d: expected stride"), pc.workspace_limit(4096), pc.backend("aten"):
         assert (pc.workspace_limit(), pc.backend()) == (4096, "aten")
         ops.conv2d(X, W, None, [1, 1, 1], 0, 1, 1)
     assert (pc.workspace_limit(), pc.backend()) == (limit, backend)

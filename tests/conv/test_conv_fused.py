@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import reference
+from support.counts import saved_bytes
 from torch import Tensor
 
 import patchconv_native as pc
@@ -73,33 +72,11 @@ def test_values_and_gradients(device, geometry, parts, dtype):
         grad = torch.where(want.abs() > 100 * eps, grad, 0)  # which side of 0 is rounding's to say
         got = torch.autograd.grad(y, leaves, grad.to(dtype))
         for g, e in zip(got, torch.autograd.grad(want, leaves, grad.to(dtype).double()), strict=True):
-            torch.testing.assert_close(
-                g.double(), e.double(), rtol=16 * eps, atol=16 * eps * float(e.abs().max()) + eps
-            )
+            slack = eps * (1 + 16 * float(e.abs().max()))
+            torch.testing.assert_close(g.double(), e.double(), rtol=16 * eps, atol=slack)
         with torch.no_grad():
             again = fused(x, w, **tensors, **geometry, relu=relu)
         torch.testing.assert_close(again, y.detach(), rtol=4 * eps, atol=4 * eps)
-
-
-class Saved:
-    """What a node has saved, for as long as it keeps it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def saved_bytes(make: Callable[[], Tensor]) -> int:
-    saved: weakref.WeakSet[Saved] = weakref.WeakSet()
-
-    def pack(tensor: Tensor) -> Saved:
-        saved.add(kept := Saved(tensor))
-        return kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        y = make()
-    storages = {kept.tensor.untyped_storage().data_ptr(): kept.tensor.untyped_storage().nbytes() for kept in saved}
-    del y
-    return sum(storages.values())
 
 
 def test_keeps_a_bit_an_element(device):
@@ -124,10 +101,9 @@ def test_no_bits_where_the_output_is_kept_anyway(device):
     y = chain()
     want = F.conv2d(F.relu(F.conv2d(x, w, tensors["bias"], padding=1)), v, padding=1)
     torch.testing.assert_close(y, want)
-    grad = torch.randn_like(want)
-    leaves = [x, w, v, tensors["bias"]]
-    for g, e in zip(torch.autograd.grad(y, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True):
-        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-4)
+    grad, leaves = torch.randn_like(want), [x, w, v, tensors["bias"]]
+    found, expected = (torch.autograd.grad(one, leaves, grad) for one in (y, want))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("parts", ["bias relu", "bias residual relu", "scale bias relu"])
@@ -175,12 +151,8 @@ def test_autocast_transforms_and_compilers(device):
         y = f(x)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), want, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(
-        torch.func.vmap(lambda a, r: fused(a, w, tensors["bias"], residual=r, padding=1, relu=True))(
-            x, tensors["residual"]
-        ),
-        want,
-    )
+    each = torch.func.vmap(lambda a, r: fused(a, w, tensors["bias"], residual=r, padding=1, relu=True))
+    torch.testing.assert_close(each(x, tensors["residual"]), want)
     _, tangent = torch.func.jvp(f, (x,), (torch.ones_like(x),))
     with torch.no_grad():
         inside = (want > 0).float()
@@ -212,11 +184,8 @@ def test_operators_are_sound(device):
     for mask in (False, True):
         torch.library.opcheck(ops._conv2d_fused.default, (x, w, None, [1], [1]), {**flat, "mask": mask})
     y, bits = ops._conv2d_fused(x, w, None, [1], [1], relu=True, mask=True)
-    torch.library.opcheck(
-        ops._conv2d_masked_backward.default,
-        (torch.randn_like(y), bits, x, w, x.shape, w.shape, [1], [1], [1], 1),
-        {"output_mask": [True, True, True]},
-    )
+    given = (torch.randn_like(y), bits, x, w, x.shape, w.shape, [1], [1], [1], 1)
+    torch.library.opcheck(ops._conv2d_masked_backward.default, given, {"output_mask": [True, True, True]})
 
 
 ERRORS = {

@@ -71,9 +71,8 @@ found = {
 """)
     assert "can't allocate memory" in found["stock"]
     assert len(found["texts"]) == 1 and found["again"] == []
-    assert found["texts"][0].startswith(
-        "conv2d: out of memory; computed again in more tiles, with a workspace limit of "
-    )
+    text = "conv2d: out of memory; computed again in more tiles, with a workspace limit of "
+    assert found["texts"][0].startswith(text)
     assert "pc.workspace_limit(" in found["texts"][0]
     assert found["path"] == "tiled" and found["error"] < 1e-3
     assert found["limit"] == 100 * 2**30, "no setting has been changed"

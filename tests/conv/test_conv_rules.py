@@ -75,10 +75,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        (
-            {"native": True, "pass": "forward"},
-            "conv rule 1: expected pass to be 'fprop', 'dgrad' or 'wgrad', got 'f",
-        ),
+        ({"native": True, "pass": "forward"}, "conv rule 1: expected pass to be 'fprop', 'dgrad' or 'wgrad', got 'f"),
         ({"native": True, "dtype": "half"}, "conv rule 1: expected dtype to be 'float32', 'tf32', .*, got 'half'"),
         ({"native": True, "dtype": ""}, "conv rule 1: expected dtype to be a name, got ''"),
         ({"native": True, "layout": "NHWC"}, "expected layout to be 'NCHW' or 'channels_last', got 'NHWC'"),
@@ -141,9 +138,8 @@ def test_a_file_is_loaded_and_replaced(tmp_path: Path) -> None:
     path.write_text(json.dumps({"sm_80": ENTRY}))
     conv_rules.load(path)
     assert not taken() and not _C.has_conv_rules(ARCH) and _C.has_conv_rules(80)
-    assert conv_rules.describe((9, 0), "X") == (
-        "no rules for sm_90 (X): cuDNN computes under 'auto'; `python -m bench.tune` measures"
-    )
+    text = "no rules for sm_90 (X): cuDNN computes under 'auto'; `python -m bench.tune` measures"
+    assert conv_rules.describe((9, 0), "X") == text
 
 
 def test_the_file_of_the_package_is_sound() -> None:

@@ -1,6 +1,4 @@
-"""Where the seams are must not matter: every way of cutting gives the numbers of the uncut call, and is
-obeyed.
-"""
+"""Where the seams are must not matter: every way of cutting gives the numbers of the uncut call, and is obeyed."""
 
 from __future__ import annotations
 
@@ -10,53 +8,32 @@ from dataclasses import replace
 import pytest
 import torch
 from support.checks import check, forward_backward, operator
-from support.configurations import Configuration, build, build_grad, plain
+from support.configurations import build, build_grad, plain
 from support.pairs import pairwise
+from support.threads import threads
 
 import patchconv_native as pc
 
 BOTH = pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
 
 
-@BOTH
-@pytest.mark.parametrize("rows", range(1, 14))
-def test_every_number_of_row_strips(device, transposed, rows):
-    """13 rows in 1 to 13 strips: even, uneven, single rows, strips shorter than the halo."""
-    c = plain(
-        transposed=transposed,
-        sizes=(13, 5),
-        kernel=(5, 3),
-        padding=(2, 1),
-        splits=(rows, 1),
-    )
-    path = check(c, device)
-    assert path["tiles"] == [rows, 1]
-    assert path["path"] == ("stock" if rows == 1 else "tiled")
-    assert path["count"] == (1 if rows == 1 else 2 * rows), "images times strips"
+# 13 rows in 1 to 13 strips: even, uneven, single rows, strips shorter than the halo; columns, and both.
+TILES = [*((rows, 1) for rows in range(1, 14)), *itertools.product((1, 2, 5), (2, 3, 5))]
 
 
 @BOTH
-@pytest.mark.parametrize("rows,columns", list(itertools.product((1, 2, 5), (2, 3, 7))))
-def test_columns_and_both(device, transposed, rows, columns):
-    c = plain(transposed=transposed, sizes=(9, 11), splits=(rows, columns))
-    path = check(c, device)
-    assert path["path"] == "tiled" and path["tiles"] == [rows, columns]
-    assert path["count"] == 2 * rows * columns
-
-
-@BOTH
-@pytest.mark.parametrize("splits", [(3, 1, 1), (1, 2, 1), (1, 1, 4), (2, 3, 2)])
-def test_volumes(device, transposed, splits):
-    c = plain(3, transposed=transposed, splits=splits)
-    path = check(c, device)
-    assert path["path"] == "tiled" and path["tiles"] == list(splits)
+@pytest.mark.parametrize("splits", TILES)
+def test_every_number_of_tiles(device, transposed, splits):
+    path = check(plain(transposed=transposed, sizes=(13, 5), kernel=(5, 3), padding=(2, 1), splits=splits), device)
+    whole = splits == (1, 1)
+    assert path["path"] == ("stock" if whole else "tiled") and path["tiles"] == list(splits)
+    assert path["count"] == (1 if whole else 2 * splits[0] * splits[1]), "images times tiles"
 
 
 @BOTH
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_an_int_cuts_the_first_dimension(device, transposed, dims):
-    c = plain(dims, transposed=transposed, splits=3)
-    path = check(c, device)
+    path = check(plain(dims, transposed=transposed, splits=3), device)
     assert path["path"] == "tiled" and path["tiles"] == [3] + [1] * (dims - 1)
 
 
@@ -87,15 +64,8 @@ def test_stride_that_no_strip_is_a_multiple_of(device, stride, height):
 @pytest.mark.parametrize("kernel,dilation", [(11, 1), (3, 5), (2, 9)])
 def test_halo_larger_than_a_strip(device, transposed, kernel, dilation):
     reach = (kernel - 1) * dilation
-    c = plain(
-        transposed=transposed,
-        sizes=(20, 8),
-        kernel=(kernel, 1),
-        dilation=(dilation, 1),
-        padding=(reach // 2, 0),
-        splits=(10, 1),
-    )
-    assert check(c, device)["tiles"] == [10, 1]
+    shape = {"sizes": (20, 8), "kernel": (kernel, 1), "dilation": (dilation, 1), "padding": (reach // 2, 0)}
+    assert check(plain(transposed=transposed, splits=(10, 1), **shape), device)["tiles"] == [10, 1]
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -108,7 +78,7 @@ def test_a_strip_inside_the_padding(device, mode):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_zero_padding_wider_than_the_kernel(device, dims):
     """Rows of output that no input reaches hold the bias alone."""
-    c = plain(dims, kernel=(2,) * dims, padding=(6,) * dims, batch=1, splits=(100, 3, 2)[:dims])
+    c = plain(dims, kernel=2, padding=6, batch=1, splits=(100, 3, 2)[:dims])
     assert check(c, device)["path"] == "tiled"
 
 
@@ -161,71 +131,36 @@ def test_one_piece_never_pads_the_whole_input(device, mode):
 
 def test_backend_aten_gives_the_same_numbers(device):
     """Tiles moved by stock operators alone, and by the library's own copies."""
-    for padding_mode, transposed in (
-        ("zeros", False),
-        ("reflect", False),
-        ("circular", False),
-        ("zeros", True),
-    ):
-        c = plain(transposed=transposed, padding_mode=padding_mode, padding=(2, 2), splits=(5, 3))
+    for mode, transposed in (("zeros", False), ("reflect", False), ("circular", False), ("zeros", True)):
         with pc.backend("aten"):
+            c = plain(transposed=transposed, padding_mode=mode, padding=(2, 2), splits=(5, 3))
             assert check(c, device)["path"] == "tiled"
 
 
 def test_float64_tiles_are_exact_to_its_last_bits(device):
-    """Seams shift no weight by even one unit: against the uncut call in float64, on an image with a steep
-    ramp.
-    """
+    """Seams shift no weight by even one unit: against the uncut call in float64, on an image with a steep ramp."""
     c = plain(dtype="float64", content="ramp", kernel=(5, 5), padding=(2, 2), sizes=(23, 19))
     for rows, columns in itertools.product((2, 4, 23), (1, 3, 19)):
         check(replace(c, splits=(rows, columns)), device)
 
 
-@pytest.fixture
-def threads_as_before():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pairwise(
-    lambda **case: not (case["transposed"] and case["mode"] == "circular"),
-    threads=[2, 5],
-    transposed=[False, True],
-    dtype=["float32", "bfloat16"],
-    mode=["zeros", "circular"],
-)
-def test_tiles_in_parallel(device, threads_as_before, threads, transposed, dtype, mode):
-    """Several tiles at once write into one result: right on any number of threads, and the same bits each
-    time.
-    """
-    torch.set_num_threads(threads)
-    c = plain(
-        transposed=transposed,
-        dtype=dtype,
-        padding_mode=mode,
-        sizes=(40, 30),
-        kernel=(5, 3),
-        padding=(2, 1),
-        splits=(13, 4),
-    )
-    for splits in (c.splits, (40, 1)):
-        assert check(replace(c, splits=splits), device)["path"] == "tiled"
-    first, *others = (results(c, device) for _ in range(4))
-    for other in others:
-        for one, two in zip(first, other, strict=True):
-            assert torch.equal(one, two)
-
-
-def results(c: Configuration, device: str) -> list[torch.Tensor]:
-    found = forward_backward(operator(c), build(c, device), lambda y: build_grad(c, y))
-    return [t for t in found if t is not None]
+    lambda **case: not (case["transposed"] and case["mode"] == "circular"), count=[2, 5],
+    transposed=[False, True], dtype=["float32", "bfloat16"], mode=["zeros", "circular"],
+)  # fmt: skip
+def test_tiles_in_parallel(device, count, transposed, dtype, mode):
+    """Several tiles at once write into one result: right on any number of threads, and the same bits each time."""
+    shape = {"sizes": (40, 30), "kernel": (5, 3), "padding": (2, 1), "splits": (13, 4)}
+    c = plain(transposed=transposed, dtype=dtype, padding_mode=mode, **shape)
+    with threads(count):
+        for splits in (c.splits, (40, 1)):
+            assert check(replace(c, splits=splits), device)["path"] == "tiled"
+        calls = [forward_backward(operator(c), build(c, device), lambda y: build_grad(c, y)) for _ in range(4)]
+    torch.testing.assert_close(calls[1:], calls[:1] * 3, rtol=0, atol=0)
 
 
 def test_automatic_tiles_where_stock_is_slow():
-    """oneDNN's float32 convolution with padding as wide as the kernel: one call would fit, and tiles are chosen all
-    the same.
-    """
+    """oneDNN's float32 convolution with padding as wide as the kernel: tiles are chosen, though one call would fit."""
     layer = pc.Conv2d(4, 4, 13, padding=13)
     x = torch.randn(1, 4, 40, 40)
     found = layer(x)

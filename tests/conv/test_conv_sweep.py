@@ -25,6 +25,9 @@ from support.seeds import SWEEP_SEED
 EXAMPLES = 140 if FULL else 100
 SHARDS = 3 if FULL else 1  # so that pytest -n can spread them
 WITHOUT_AVX512 = 1500 if FULL else 300
+SETTINGS = settings(
+    max_examples=EXAMPLES, deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck)
+)
 OPERATORS = [(dims, transposed) for dims in (1, 2, 3) for transposed in (False, True)]
 
 
@@ -52,13 +55,7 @@ def test_sweep(device, dims, transposed, shard):
     ran, tiled = 0, 0
 
     @seed(SWEEP_SEED + shard)
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(SETTINGS)
     @given(drawn(dims, transposed))
     def sweep(c: configurations.Configuration) -> None:
         nonlocal ran, tiled
@@ -91,14 +88,9 @@ def assert_path(c: configurations.Configuration, path: dict[str, object]) -> Non
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="there is one set of instructions")
 def test_sweep_without_avx512():
     """Weight gradients are computed another way on processors without AVX-512, and oneDNN has other kernels there."""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "tests/fuzz.py", "--n", str(WITHOUT_AVX512), "--seed", str(SWEEP_SEED), "--threads", "1"],
-        cwd=root,
-        env=os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    fuzz = [sys.executable, str(Path(__file__).resolve().parents[1] / "fuzz.py"), "--n", str(WITHOUT_AVX512)]
+    command = [*fuzz, "--seed", str(SWEEP_SEED), "--threads", "1"]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{WITHOUT_AVX512} of {WITHOUT_AVX512}" in done.stdout and ", 0 failed" in done.stdout

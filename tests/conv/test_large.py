@@ -87,9 +87,8 @@ def main() -> None:
     assert pc.last_path()["path"] == "tiled" and y.shape == (1, 1, HEIGHT, WIDTH)
     taps = [(r, s) for r in range(3) for s in range(3)]
     with torch.no_grad():
-        expected = b.double() + sum(
-            window(x[0, c], r - 1, s - 1) * w[0, c, r, s].double() for c in range(CHANNELS) for r, s in taps
-        )
+        products = (window(x[0, c], r - 1, s - 1) * w[0, c, r, s].double() for c in range(CHANNELS) for r, s in taps)
+        expected = b.double() + sum(products)
         close(window(y[0, 0], 0, 0), expected, "output")
 
     grad = y.detach()
@@ -143,13 +142,8 @@ def check_sums(x, grad, dw, db, note) -> None:
 def test_more_than_two_billion_elements():
     if available() < NEEDED:
         pytest.skip(f"needs {NEEDED / GIB:.0f} GiB of free memory, there are {available() / GIB:.1f}")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        timeout=1200,
-    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import reference
+from support.threads import threads
 from torch import Tensor
 
 import patchconv_native as pc
@@ -47,12 +48,9 @@ def check(x: Tensor, w: Tensor, tolerance: float, **arguments) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape,kernel,stride,padding,dilation",
-    [
-        ((2, 6, 15, 1), (5, 6, 2, 1), (2, 2), (1, 1), (2, 2)),
-        ((1, 5, 1, 4, 2), (6, 5, 4, 2, 2), (3, 1, 3), (6, 3, 4), (1, 1, 3)),
-        ((1, 16, 9, 1), (16, 16, 3, 2), (1, 1), (1, 1), (1, 2)),
-    ],
-)
+    [((2, 6, 15, 1), (5, 6, 2, 1), (2, 2), (1, 1), (2, 2)), ((1, 16, 9, 1), (16, 16, 3, 2), (1, 1), (1, 1), (1, 2)),
+     ((1, 5, 1, 4, 2), (6, 5, 4, 2, 2), (3, 1, 3), (6, 3, 4), (1, 1, 3))],
+)  # fmt: skip
 def test_kernels_that_meet_padding_alone(dtype, shape, kernel, stride, padding, dilation):
     x = torch.randn(shape).to(dtype).contiguous(memory_format=LAST[len(shape)])
     w = torch.randn(kernel).to(dtype)
@@ -74,28 +72,21 @@ def test_input_gradient_of_a_transposed_convolution_that_crops_everything():
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize(
     "shape,kernel,groups,stride",
-    [
-        ((2, 1, 12, 5), (8, 1, 4, 4), 1, (1, 2)),
-        ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2)),
-        ((2, 3, 31, 17), (6, 1, 7, 7), 3, (2, 2)),
-        ((1, 1, 5, 5, 3), (6, 1, 3, 3, 3), 1, (2, 1, 1)),
-    ],
-)
+    [((2, 1, 12, 5), (8, 1, 4, 4), 1, (1, 2)), ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2)),
+     ((2, 3, 31, 17), (6, 1, 7, 7), 3, (2, 2)), ((1, 1, 5, 5, 3), (6, 1, 3, 3, 3), 1, (2, 1, 1))],
+)  # fmt: skip
 def test_single_channels_under_a_stride(dtype, weight_last, shape, kernel, groups, stride):
     last = LAST[len(shape)]
     x = torch.randn(shape).to(dtype).contiguous(memory_format=last)
     w = torch.randn(kernel).to(dtype)
-    if weight_last:
-        w = w.contiguous(memory_format=last)
+    w = w.contiguous(memory_format=last) if weight_last else w
     check(x, w, 1e-5 if dtype == torch.float32 else 2e-2, stride=stride, groups=groups)
 
 
 @pytest.mark.parametrize("channels,outputs", [(5, 6), (24, 40), (16, 6)])
 @pytest.mark.parametrize("splits", [None, 2])
 def test_weight_gradient_of_1x1_kernels_under_a_stride(channels, outputs, splits):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with threads(3):
         x = torch.randn(2, channels, 16, 12).contiguous(memory_format=torch.channels_last)
         w = torch.randn(outputs, channels, 1, 1, requires_grad=True)
         y = pc.functional.conv2d(x, w, None, stride=(2, 1), splits=splits)
@@ -104,8 +95,6 @@ def test_weight_gradient_of_1x1_kernels_under_a_stride(channels, outputs, splits
             with pc.record_paths() as records:
                 (dw,) = torch.autograd.grad(y, w, grad, retain_graph=True)
             assert [r["path"] for r in records] == ["tiled"], "stock's call is the one that fails"
-    finally:
-        torch.set_num_threads(threads)
     exact = w.detach().double().requires_grad_()
     (wanted,) = torch.autograd.grad(reference.conv(x, exact, None, stride=(2, 1)), exact, grad.double())
     torch.testing.assert_close(dw.double(), wanted, rtol=1e-5, atol=1e-4)
@@ -115,14 +104,10 @@ def test_weight_gradient_of_1x1_kernels_under_a_stride(channels, outputs, splits
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape,kernel,groups,stride,padding",
-    [
-        ((2, 8, 16, 6), (5, 8, 4, 5), 1, (1, 2), (2, 0)),
-        ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2), (0, 0)),
-        ((1, 16, 17, 9), (33, 16, 1, 3), 1, (1, 4), (0, 0)),
-        ((2, 3, 9), (6, 3, 8), 1, (3,), (0,)),
-        ((1, 4, 3, 5, 7), (5, 4, 2, 3, 4), 1, (1, 2, 4), (0, 1, 0)),
-    ],
-)
+    [((2, 8, 16, 6), (5, 8, 4, 5), 1, (1, 2), (2, 0)), ((2, 4, 12, 5), (8, 1, 4, 4), 4, (1, 2), (0, 0)),
+     ((1, 16, 17, 9), (33, 16, 1, 3), 1, (1, 4), (0, 0)), ((2, 3, 9), (6, 3, 8), 1, (3,), (0,)),
+     ((1, 4, 3, 5, 7), (5, 4, 2, 3, 4), 1, (1, 2, 4), (0, 1, 0))],
+)  # fmt: skip
 def test_one_column_under_a_stride(channels_last, dtype, shape, kernel, groups, stride, padding):
     """Rows and a result of several columns, whose tiles are one column wide, too."""
     x, w = torch.randn(shape).to(dtype), torch.randn(kernel).to(dtype)
@@ -139,21 +124,16 @@ def test_one_column_under_a_stride(channels_last, dtype, shape, kernel, groups, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape,kernel,stride,padding",
-    [
-        ((2, 4, 8, 1), (2, 4, 3, 2), (1, 2), (0, 1)),
-        ((2, 17, 10, 2), (2, 17, 1, 3), (3, 3), (0, 2)),
-        ((2, 16, 5, 1), (16, 16, 4, 3), (3, 2), (1, 2)),
-        ((2, 3, 2), (5, 3, 3), (3,), (2,)),
-    ],
-)
+    [((2, 4, 8, 1), (2, 4, 3, 2), (1, 2), (0, 1)), ((2, 17, 10, 2), (2, 17, 1, 3), (3, 3), (0, 2)),
+     ((2, 16, 5, 1), (16, 16, 4, 3), (3, 2), (1, 2)), ((2, 3, 2), (5, 3, 3), (3,), (2,))],
+)  # fmt: skip
 def test_weight_gradient_of_images_narrower_than_the_stride(dtype, shape, kernel, stride, padding):
     x, w = torch.randn(shape).to(dtype), torch.randn(kernel).to(dtype).requires_grad_()
     y = getattr(pc.functional, f"conv{x.dim() - 2}d")(x, w, None, stride, padding)
     grad = torch.randn(y.shape).to(dtype)
     exact = w.detach().double().requires_grad_()
-    (wanted,) = torch.autograd.grad(
-        reference.conv(x, exact, None, stride=stride, padding=padding), exact, grad.double()
-    )
+    stock = reference.conv(x, exact, None, stride=stride, padding=padding)
+    (wanted,) = torch.autograd.grad(stock, exact, grad.double())
     for _ in range(5):
         poison_freed_memory()
         (dw,) = torch.autograd.grad(y, w, grad, retain_graph=True)

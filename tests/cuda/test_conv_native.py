@@ -6,27 +6,22 @@ driven with the configurations of the sweep. With one, the operators themselves 
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from support import kernels, reference
-from support.checks import oracle
-from support.configurations import Configuration, RandomChooser, build, build_grad, draw
+from support.backends import captured
+from support.checks import UNIT, operator, oracle
+from support.configurations import DTYPES, Configuration, RandomChooser, build, build_grad, draw
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from torch import Tensor, nn
 
 import patchconv_native as pc
 
-BUILD = kernels.ROOT / "build" / "host_native"
-UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_kernels = pytest.mark.skipif(not pc.build_info()["cuda"], reason="this build has no CUDA kernels")
 
@@ -39,19 +34,9 @@ def strict_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 @lru_cache(None)
 def host() -> Any:
     """torch.ops.patchconv_host, built once."""
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake is not installed")
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    folder = kernels.ROOT / "build" / "host_native"
     root = Path(torch.__file__).parent
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with FileLock(BUILD / ".lock"):
-        for command in (
-            ["cmake", "-S", kernels.ROOT / "tests" / "host_cuda", "-B", BUILD, *generator, f"-DTORCH_ROOT={root}"],
-            ["cmake", "--build", BUILD, "--target", "host_native", "--parallel", os.cpu_count() or 1],
-        ):
-            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-    torch.ops.load_library(BUILD / "libhost_native.so")
+    torch.ops.load_library(kernels.built(folder, f"-DTORCH_ROOT={root}", target="host_native") / "libhost_native.so")
     return torch.ops.patchconv_host
 
 
@@ -69,9 +54,7 @@ class Host:
     def forward(self, c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         return host().conv(x, w, b, *geometry(c))
 
-    def backward(
-        self, c: Configuration, grad: Tensor, bits: Tensor | None, x: Tensor, w: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, c: Configuration, grad: Tensor, bits: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         return host().conv_gradients(grad, bits, x, w, x.shape, w.shape, *geometry(c), [True, True, True])
 
 
@@ -79,28 +62,18 @@ class Device:
     """The operators on a GPU."""
 
     def forward(self, c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        _, transposed, stride, padding, output_padding, dilation, groups, mode, splits = geometry(c)
-        call = getattr(torch.ops.patchconv, c.operator)
-        x, w, b = (None if t is None else t.cuda() for t in (x, w, b))
         with pc.backend("native"):
-            if transposed:
-                return call(x, w, b, stride, padding, output_padding, groups, dilation, splits=splits).cpu()
-            return call(x, w, b, stride, padding, dilation, groups, padding_mode=mode, splits=splits).cpu()
+            return operator(c)(*(None if t is None else t.cuda() for t in (x, w, b))).cpu()
 
-    def backward(
-        self, c: Configuration, grad: Tensor, bits: Tensor | None, x: Tensor, w: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, c: Configuration, grad: Tensor, bits: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         assert bits is None
         _, transposed, stride, padding, output_padding, dilation, groups, mode, splits = geometry(c)
         call = getattr(torch.ops.patchconv, f"{c.operator}_backward")
         given = (grad.cuda(), x.cuda(), w.cuda(), x.shape, w.shape, stride, padding)
-        rest: dict[str, Any] = {"splits": splits, "output_mask": [True, True, True]}
+        middle = [output_padding, groups, dilation] if transposed else [dilation, groups]
+        rest = {"splits": splits, "output_mask": [True] * 3} | ({} if transposed else {"padding_mode": mode})
         with pc.backend("native"):
-            if transposed:
-                found = call(*given, output_padding, groups, dilation, **rest)
-            else:
-                found = call(*given, dilation, groups, padding_mode=mode, **rest)
-        return tuple(t.cpu() for t in found)  # type: ignore[return-value]
+            return tuple(t.cpu() for t in call(*given, *middle, **rest))
 
 
 def compare(name: str, got: Tensor, want: Tensor, scale: Tensor, c: Configuration) -> None:
@@ -108,7 +81,7 @@ def compare(name: str, got: Tensor, want: Tensor, scale: Tensor, c: Configuratio
     assert got.shape == want.shape, (name, c)
     assert got.isfinite().all(), (name, c)
     sums = 2.0**-50 if c.dtype == "float64" else 2.0**-20
-    over = (got.double() - want).abs() - UNIT[c.dtype] * want.abs() - sums * scale
+    over = (got.double() - want).abs() - UNIT[DTYPES[c.dtype]] * want.abs() - sums * scale
     assert (over <= 1e-30).all(), (name, c, float(over.max()))
 
 
@@ -122,17 +95,12 @@ def check(c: Configuration, run: Host | Device, masked: bool = False) -> None:
     want = oracle(c, *tensors, bias)
     size = oracle(c, *(t.detach().abs() for t in (*tensors, bias)))
     compare("output", y, want.detach(), size, c)
-    grad = build_grad(c, y)
+    grad = kept = build_grad(c, y)
     bits = None
     if masked and y.numel():
-        grad = torch.randn_like(y)
-        keep = torch.randn_like(y) > 0
-        bits = torch.ops.patchconv._mask_pack(keep.to(torch.float32), 0, 0, 0) if keep.is_contiguous() else None
-        if bits is None:
-            bits = torch.ops.patchconv._mask_pack(torch.where(keep, 1.0, -1.0), 0, 0, 0)
+        grad, keep = torch.randn_like(y), torch.randn_like(y) > 0
+        bits = torch.ops.patchconv._mask_pack(torch.where(keep, 1.0, -1.0), 0, 0, 0)
         kept = torch.where(keep, grad, 0)
-    else:
-        kept = grad
     found = run.backward(c, grad, bits, x, w)
     exact = torch.autograd.grad(want, [*tensors, bias], kept.double())
     absolute = [t.detach().abs().requires_grad_() for t in (*tensors, bias)]
@@ -329,16 +297,9 @@ class TestOnAGPU:
             return [y, *torch.autograd.grad(y, [x, w, b], grad)]
 
         with pc.backend("native"):
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = step()
+            graph, again = captured(step, step)
             with torch.no_grad():
                 x.copy_(torch.randn_like(x))
             graph.replay()
             torch.cuda.synchronize()
-            for again, now in zip(captured, step(), strict=True):
-                assert torch.equal(again, now)
+            torch.testing.assert_close(again, step(), rtol=0, atol=0)

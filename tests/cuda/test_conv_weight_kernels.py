@@ -23,29 +23,31 @@ def results(cases: Sequence[Case], off: int = 0) -> list[Tensor]:
     return [c.result(buffers) for c, buffers in zip(cases, found, strict=True)]
 
 
-def check(c: Case, got: Tensor) -> None:
-    """A number of tf32 is at most 2^-11 off, two at most 2^-23, and of their product 2^-22 is left out; half precision
-    is multiplied exactly.
-    """
+def check_one(c: Case, got: Tensor) -> None:
+    """A number of tf32 is 2^-11 off at most, two are 2^-23, and their product loses 2^-22; halves multiply exactly."""
     conv_kernels.check(c, got, 5e-7 if got.dtype != torch.float32 or c.strict else 1e-3)
 
 
+def check(*cases: Case) -> None:
+    for c, got in zip(cases, results(cases), strict=True):
+        check_one(c, got)
+
+
 def problem(choose: random.Random, dims: int, mode: str, whole: bool) -> Problem:
-    """With channels for asynchronous copies, if `whole`; at least one output sees the input."""
-    channels = [8, 16, 24, 64, 72] if whole else [1, 3, 5, 16, 33, 65, 70]
+    """With channels for asynchronous copies, if `whole`."""
+    some = [8, 16, 24, 64, 72] if whole else [1, 3, 5, 16, 33, 65, 70]
+
+    def axis(d: int) -> tuple[int, ...]:
+        size, taps = choose.randint(1, {1: 70, 2: 20, 3: 8}[dims]), choose.randint(1, 7 if dims == 1 else 4)
+        return size, taps, choose.choice([1, 1, 2, 3]), choose.choice([1, 1, 2, 3])
+
+    def channels() -> tuple[int, ...]:
+        return choose.choice(some), choose.choice(some), choose.choice([1, 1, 2, 3]), choose.randint(1, 3)
+
     while True:
-        kernel = tuple(choose.randint(1, 7 if dims == 1 else 4) for _ in range(dims))
-        size = tuple(choose.randint(1, {1: 70, 2: 20, 3: 8}[dims]) for _ in range(dims))
-        widest = [{"zeros": 4, "reflect": n - 1, "replicate": 4, "circular": n}[mode] for n in size]
-        found = Problem(
-            size, kernel, choose.choice(channels), choose.choice(channels), choose.choice([1, 1, 2, 3]),
-            choose.randint(1, 3), tuple(choose.choice([1, 1, 2, 3]) for _ in size),
-            tuple(choose.choice([1, 1, 2, 3]) for _ in size),
-            tuple((choose.randint(0, min(4, w)), choose.randint(0, min(4, w))) for w in widest), mode,
-        )  # fmt: skip
+        found = conv_kernels.drawn(choose, dims, mode, axis, channels)
         products = found.groups * -(-found.sources // 16) * -(-found.outputs // 16)
-        products *= torch.Size(found.small_shape[2:]).numel()
-        if all(found.small(d) >= 1 for d in range(dims)) and products * torch.Size(kernel).numel() < 2500:
+        if products * torch.Size((*found.small_shape[2:], *found.kernel)).numel() < 2500:
             return found
 
 
@@ -58,14 +60,10 @@ def test_weight(mode):
         dtype, strict = KINDS[number % 4]
         layout = choose.choice(["NCHW", "NHWC", "NHWC", "sliced"])
         p = problem(choose, number % 3 + 1, mode, layout == "NHWC" and number % 5 > 0)
-        keep = None
-        if layout != "sliced" and choose.random() < 0.4:
-            keep = conv_kernels.filled(p.small_shape, torch.float32, layout) > 0
-        content = choose.choice(["noise", "steps", "ramp"])
-        limit = choose.choice([1 << 20, 4 * 3 * torch.Size(p.weight_shape).numel()])
-        cases.append(conv_kernels.case(p, "weight", dtype, layout, content, strict=strict, keep=keep, limit=limit))
-    for c, got in zip(cases, results(cases), strict=True):
-        check(c, got)
+        more = {"strict": strict, "limit": choose.choice([1 << 20, 4 * 3 * torch.Size(p.weight_shape).numel()])}
+        masked = choose.random() < 0.4
+        cases.append(conv_kernels.swept(choose, p, "weight", dtype, masked, False, layouts=[layout], **more))
+    check(*cases)
 
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
@@ -80,7 +78,7 @@ def test_same_bits(dtype, strict):
     plain.bits = conv_kernels.bits_of(counts.contiguous())
     first, second, other = results([c, c, plain])
     (unaligned,) = results([c], off=dtype.itemsize)
-    check(replace(c, big=c.big.masked_fill(~counts, 0)), first)
+    check_one(replace(c, big=c.big.masked_fill(~counts, 0)), first)
     assert all(torch.equal(got, first) for got in (second, other, unaligned))
 
 
@@ -89,12 +87,8 @@ def test_parts(dtype, strict):
     """As many as the workspace allows, and one in any case."""
     p = Problem((30, 62), (2, 1), 8, 8)
     one = 4 * torch.Size(p.weight_shape).numel()
-    cases = [
-        conv_kernels.case(p, "weight", dtype, "NHWC", "ramp", strict=strict, limit=limit)
-        for limit in (one - 4, one, 2 * one, 3 * one + 4, 100 * one)
-    ]
-    for c, got in zip(cases, results(cases), strict=True):
-        check(c, got)
+    for limit in (one - 4, one, 2 * one, 3 * one + 4, 100 * one):
+        check(conv_kernels.case(p, "weight", dtype, "NHWC", "ramp", strict=strict, limit=limit))
 
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
@@ -102,10 +96,9 @@ def test_parts(dtype, strict):
 def test_many_places(dtype, strict, layout):
     """More in a part than are summed at once."""
     p = Problem((103, 122), (1, 1), 8, 8)
-    limit = 4 * 8 * 8
-    c = conv_kernels.case(p, "weight", dtype, layout, "ramp", strict=strict, limit=limit)
+    c = conv_kernels.case(p, "weight", dtype, layout, "ramp", strict=strict, limit=4 * 8 * 8)
     c.big /= 8  # so that half precision holds the sums
-    check(c, *results([c]))
+    check(c)
 
 
 @pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (1, 40), (2, 1), (2, 3), (3, 1), (7, 2), (4, 6), (50, 33)])
@@ -117,8 +110,7 @@ def test_columns_of_any_distance(stride, dilation):
         size = 37 * stride + dilation * (taps - 1)
         p = Problem((2, size), (1, taps), 8, 8, 1, 1, (1, stride), (1, dilation), ((0, 0), (stride, 1)))
         cases.append(conv_kernels.case(p, "weight", dtype, "NHWC", strict=strict))
-    for c, got in zip(cases, results(cases), strict=True):
-        check(c, got)
+    check(*cases)
 
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
@@ -136,15 +128,14 @@ def test_weight_past_two_to_the_31(layout):
     c = conv_kernels.case(p, "weight", torch.float16, layout)
     c.big[0], c.small[0] = 0, 0
     call = c.call("conv_weight")
-    numbers = list(call.numbers)
-    numbers[36] = numbers[41] = numbers[46] = far
+    numbers = [far if i in (36, 41, 46) else number for i, number in enumerate(call.numbers)]
     windows = [conv_kernels.storage(t[-1:]) for t in (c.big, c.small, c.weight)]
     images = [Memory(windows[i], 0, far + len(windows[i])) for i in range(2)]
     weight = Memory(windows[2], 0, 15 * far + len(windows[2]))
     (found,) = kernels.run([replace(call, numbers=numbers, buffers=[*images, weight, *call.buffers[3:]])])
     got = torch.as_strided(found[2], c.weight[-1:].shape, c.weight[-1:].stride())
     last = replace(c, small=c.small[:, -1:], weight=c.weight[-1:], problem=replace(p, outputs=1))
-    check(last, got)
+    check_one(last, got)
 
 
 def sums_case(p: Problem, dtype: torch.dtype, layout: str, content: str, masked: bool) -> Case:
@@ -165,15 +156,14 @@ def test_channel_sums(dtype):
             size, (1,) * len(size), 1, choose.choice([1, 3, 8, 16, 33, 300 if number < 3 else 40]), 1, number % 4
         )
         layout = choose.choice(["NCHW", "NHWC", "sliced"])
-        content = "steps" if len(size) == 2 else "ramp"
-        cases.append(sums_case(p, dtype, layout, content, layout != "sliced" and number % 3 > 0))
+        masked = layout != "sliced" and number % 3 > 0
+        cases.append(sums_case(p, dtype, layout, "steps" if len(size) == 2 else "ramp", masked))
     calls = [c.call("conv_channel_sums", dtype.itemsize * (i % 5 == 4)) for i, c in enumerate(cases)]
-    rounding = ROUNDING[dtype]
     for c, found, again in zip(cases, kernels.run(calls), kernels.run(calls), strict=True):
         kept = c.small.double() if c.keep is None else c.small.double().masked_fill(~c.keep, 0)
         places = [0, *range(2, kept.dim())]
         want, terms = kept.sum(places), kept.abs().sum(places)
-        bound = rounding * want.abs() + (1e-15 if dtype == torch.float64 else 2e-7) * terms
+        bound = ROUNDING[dtype] * want.abs() + (1e-15 if dtype == torch.float64 else 2e-7) * terms
         got = found[5]
         assert got is not None and got.isfinite().all()
         assert ((got.double() - want).abs() <= bound).all(), c.problem
@@ -186,8 +176,7 @@ def test_channel_sums_past_two_to_the_31(layout):
     c = sums_case(Problem((5, 9), (1, 1), 1, 16, images=2), torch.float16, layout, "noise", False)
     c.small[0] = 0
     call = c.call("conv_channel_sums")
-    numbers = list(call.numbers)
-    numbers[41] = far
+    numbers = [far if i == 41 else number for i, number in enumerate(call.numbers)]
     window = conv_kernels.storage(c.small[1:])
     buffers = [call.buffers[0], Memory(window, 0, far + len(window)), *call.buffers[2:]]
     (found,) = kernels.run([replace(call, numbers=numbers, buffers=buffers)])

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,12 +79,23 @@ def toolkit() -> Toolkit:
     return found
 
 
+@pytest.fixture
+def checked(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[str]]:
+    """Compiles a source of this name and text, for a cache of its own, and gives what is wrong with its kernels."""
+    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+
+    def check(name: str, text: str) -> list[str]:
+        (tmp_path / name).write_text(text)
+        return kernels.check(kernels.Compiler(toolkit), [tmp_path / name])[1]
+
+    return check
+
+
 @only_full
 @pytest.mark.timeout(1800)
 def test_every_kernel_keeps_its_budget(toolkit: Toolkit) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.kernels"], cwd=kernels.ROOT, text=True, capture_output=True, timeout=1500
-    )
+    command = [sys.executable, "-m", "bench.kernels"]
+    done = subprocess.run(command, cwd=kernels.ROOT, text=True, capture_output=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     for source in kernels.listed():
         for name in kernels.budgets(source):
@@ -115,15 +127,8 @@ def test_instructions_of_the_tensor_cores(toolkit: Toolkit, tmp_path: Path, arch
     for name in ("selftest.cpp", "selftest.h"):  # apart from the arch.cuh that lies beside them
         shutil.copy(kernels.ROOT / "tests" / "host_cuda" / name, tmp_path)
     cubin = tmp_path / "selftest.cubin"
-    nvcc = [
-        str(toolkit.home / "bin" / "nvcc"),
-        "-x",
-        "cu",
-        *kernels.FLAGS,
-        f"-arch={arch}",
-        f"-I{kernels.ROOT / 'csrc'}",
-    ]
-    command = [*nvcc, str(tmp_path / "selftest.cpp"), "-o", str(cubin)]
+    tools = [str(toolkit.home / "bin" / "nvcc"), "-x", "cu", f"-arch={arch}", f"-I{kernels.ROOT / 'csrc'}"]
+    command = [*tools, *kernels.FLAGS, str(tmp_path / "selftest.cpp"), "-o", str(cubin)]
     done = subprocess.run(command, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     sass = subprocess.run([str(tool), "-c", str(cubin)], text=True, capture_output=True, check=True).stdout
@@ -147,34 +152,28 @@ __global__ void plain_kernel(int* y) { *y = 1; }
 """
 
 
-def test_a_kernel_in_local_memory_is_found(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_in_local_memory_is_found(toolkit, checked, monkeypatch) -> None:
     """From source to complaint, with the compiler itself; and the second time from the cache."""
     monkeypatch.setattr(kernels, "ARCHS", ("sm_80",))
-    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
-    source = tmp_path / "local.cu"
-    source.write_text(LOCAL)
-    compiler = kernels.Compiler(toolkit)
-    _, wrong = kernels.check(compiler, [source])
+    wrong = checked("local.cu", LOCAL)
     expected = [
         "plain_kernel has no budget; right above it should stand: // Budget: ",
         "table_kernel<float> on sm_80 has a stack frame of 256 bytes",
         "table_kernel<float> on sm_80 takes ",
     ]
-    if compiler.disassembler:
+    if kernels.Compiler(toolkit).disassembler:
         expected.insert(2, "table_kernel<float> on sm_80 loads from local memory or stores to it in ")
     assert len(wrong) == len(expected), wrong
     for line, start in zip(sorted(wrong), expected, strict=True):
         assert line.startswith(f"local.cu: {start}")
 
     monkeypatch.setattr(kernels, "parse", None)
-    assert kernels.check(compiler, [source])[1] == wrong
+    assert checked("local.cu", LOCAL) == wrong
 
 
-def test_shared_memory_of_the_launch_is_seen(toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+def test_shared_memory_of_the_launch_is_seen(toolkit, checked) -> None:
     if kernels.disassembler(toolkit) is None:
         pytest.skip("no nvdisasm as new as the toolkit")
-    source = tmp_path / "shared.cu"
     budget = "// Budget: 16 registers, {} bytes of shared memory.\n"
     given = "{ extern __shared__ int s[]; s[y[0]] = y[1]; __syncthreads(); y[2] = s[y[3]]; }\n"
     declared = given.replace("extern __shared__ int s[]", "__shared__ int s[64]")
@@ -187,22 +186,14 @@ def test_shared_memory_of_the_launch_is_seen(toolkit: Toolkit, tmp_path: Path, m
         ]),
     ):  # fmt: skip
         bodies = {"given": given, "declared": declared, "none": "{ y[2] = y[3]; }\n"}
-        source.write_text("".join(
-            f"{budget.format(n)}__global__ void {name}(int* y) {body}"
-            for n, (name, body) in zip(numbers, bodies.items(), strict=True)
-        ))  # fmt: skip
-        found = kernels.check(kernels.Compiler(toolkit), [source])[1]
-        assert sorted(found) == sorted(f"shared.cu: {line}" for line in wrong)
+        texts = zip(numbers, bodies.items(), strict=True)
+        text = "".join(f"{budget.format(n)}__global__ void {name}(int* y) {body}" for n, (name, body) in texts)
+        assert sorted(checked("shared.cu", text)) == sorted(f"shared.cu: {line}" for line in wrong)
 
 
-def test_code_that_does_not_compile_is_an_error(
-    toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
-    source = tmp_path / "wrong.cu"
-    source.write_text("__global__ void wrong_kernel(int* y) { *y = nothing_of_this_name; }\n")
+def test_code_that_does_not_compile_is_an_error(checked, tmp_path: Path) -> None:
     with pytest.raises(kernels.Failed, match="nothing_of_this_name"):
-        kernels.check(kernels.Compiler(toolkit), [source])
+        checked("wrong.cu", "__global__ void wrong_kernel(int* y) { *y = nothing_of_this_name; }\n")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -211,9 +202,8 @@ def test_without_a_toolkit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(kernels, "find_toolkit", lambda major: (None, ["/nowhere holds no bin/nvcc"]))
     assert kernels.main([]) == 2
     text = capsys.readouterr()
-    assert text.out == "" and text.err.splitlines() == [
-        "bench.kernels: no CUDA 13 toolkit with nvcc was found: /nowhere holds no bin/nvcc"
-    ]
+    said = "bench.kernels: no CUDA 13 toolkit with nvcc was found: /nowhere holds no bin/nvcc"
+    assert text.out == "" and text.err.splitlines() == [said]
     monkeypatch.setattr(kernels.torch.version, "cuda", None)
     assert kernels.main([]) == 2 and "is not a CUDA build" in capsys.readouterr().err
 
@@ -305,13 +295,7 @@ def test_budgets_in_sources(tmp_path: Path) -> None:
             kernels.budgets(source)
 
 
-def test_a_kernel_that_nothing_compiles_is_an_offence(
-    toolkit: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_nothing_compiles_is_an_offence(checked, monkeypatch) -> None:
     monkeypatch.setattr(kernels, "ARCHS", ("sm_80",))
-    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
-    source = tmp_path / "template.cu"
-    source.write_text(
-        "// Budget: 8 registers, 0 bytes of shared memory.\ntemplate <int n> __global__ void left_over() {}\n"
-    )
-    assert kernels.check(kernels.Compiler(toolkit), [source])[1] == ["template.cu: left_over is never compiled"]
+    text = "// Budget: 8 registers, 0 bytes of shared memory.\ntemplate <int n> __global__ void left_over() {}\n"
+    assert checked("template.cu", text) == ["template.cu: left_over is never compiled"]

@@ -6,6 +6,8 @@ the bits must be the same where both round once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from support import kernels
 from support.kernels import Call, Memory
+from support.native import philox
 from support.pairs import pairwise
 from torch import Tensor
 
@@ -32,9 +35,7 @@ MASKS: dict[str, tuple[int, float, float]] = {
 def values(count: int, dtype: torch.dtype) -> Tensor:
     """Noise, with limits of the activations, infinities and both zeros among it."""
     x = torch.randn(count, dtype=torch.float64) * 3
-    special = torch.tensor(
-        [0.0, -0.0, 3.0, -3.0, 6.0, 0.1, 0.7, -0.3, torch.inf, -torch.inf, 1e-30], dtype=torch.float64
-    )
+    special = torch.tensor([0.0, -0.0, 3, -3, 6, 0.1, 0.7, -0.3, torch.inf, -torch.inf, 1e-30], dtype=torch.float64)
     places = torch.randperm(count)[: count // 3]
     x[places] = special[torch.randint(len(special), (len(places),))]
     return x.to(dtype)
@@ -96,31 +97,25 @@ def tf32(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
-FAULTS = [
-    "thread 0 waits at a barrier for threads that do not come",
-    "thread 0 waits at a shuffle for threads that do not come",
-    "use-after-poison", "heap-buffer-overflow",
-]  # fmt: skip
+FAULTS = {
+    "barrier": (0, "thread 0 waits at a barrier for threads that do not come"),
+    "shuffle": (1, "thread 0 waits at a shuffle for threads that do not come"),
+    "shared": (2, "use-after-poison"), "global": (3, "heap-buffer-overflow"),
+    "different operations": (6, "lanes of a warp meet at a shuffle and at a ballot"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("number,text", list(enumerate(FAULTS)), ids=["barrier", "shuffle", "shared", "global"])
-def test_the_executor_finds_faults(number, text):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_executor_finds_faults(fault):
+    number, text = FAULTS[fault]
     with pytest.raises(kernels.Fault, match=text):
         kernels.run([Call("selftest_fault", torch.float32, [number], [Memory(torch.zeros(96))])])
 
 
-def test_the_executor_finds_lanes_at_different_operations():
-    with pytest.raises(kernels.Fault, match="lanes of a warp meet at a shuffle and at a ballot"):
-        kernels.run([Call("selftest_fault", torch.float32, [6], [Memory(torch.zeros(96))])])
-
-
-def test_an_asynchronous_copy_is_not_there_before_it_is_waited_for():
-    ((y,),) = kernels.run([Call("selftest_fault", torch.float32, [5], [Memory(torch.zeros(96))])])
-    assert (y.view(torch.int32) == -0x58585859).all()
-
-
-def test_shared_memory_holds_no_zeros_that_nobody_wrote():
-    ((y,),) = kernels.run([Call("selftest_fault", torch.float32, [4], [Memory(torch.zeros(96))])])
+@pytest.mark.parametrize("number", [4, 5], ids=["never written", "not waited for"])
+def test_shared_memory_holds_what_was_written(number):
+    """And no zeros elsewhere; nothing of an asynchronous copy before it is waited for."""
+    ((y,),) = kernels.run([Call("selftest_fault", torch.float32, [number], [Memory(torch.zeros(96))])])
     assert (y.view(torch.int32) == -0x58585859).all()  # 0xa7 in every byte
 
 
@@ -153,9 +148,8 @@ def test_mask_of_a_sum(dtype):
 @DTYPES
 def test_bits_alone(dtype):
     xs = [values(count, dtype) for count in counts(dtype)]
-    for x, (kept, _, _, bits) in zip(
-        xs, kernels.run([forward_call(x, "hardtanh", store="bits") for x in xs]), strict=True
-    ):
+    found = kernels.run([forward_call(x, "hardtanh", store="bits") for x in xs])
+    for x, (kept, _, _, bits) in zip(xs, found, strict=True):
         assert torch.equal(bits, ops._mask_pack(x, *MASKS["hardtanh"]))
         same(kept, x, "the input was written to")
 
@@ -208,19 +202,8 @@ def test_dropout_past_two_to_the_34():
     ((_, got, _),) = kernels.run([Call("dropout", torch.bfloat16, (count, p, 1.0, 0.0, 0.0), buffers, 2)])
     first = count - len(x)
     for i in (0, 1, 7, 4096, len(x) - 1):
-        word = philox(seed, (first + i) // 4)[(first + i) % 4]
+        word = philox(seed, (first + i) // 4, 4)[(first + i) % 4]
         assert got[i] == float(word >= int(p * 2**32 + 0.5))
-
-
-def philox(seed: int, block: int) -> list[int]:
-    """Philox4x32-10 of the counter (block, 0), slow and obvious."""
-    c = [block & 0xFFFFFFFF, block >> 32, 0, 0]
-    k = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
-    return c
 
 
 @DTYPES
@@ -255,6 +238,20 @@ POOLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+def numbers_of(first: list[int], sizes: Sequence[int], out: Sequence[int], windows: Sequence[Any]) -> list[int]:
+    """What the kernels get of a pool: three dimensions, each with its sizes and its window, whole where adaptive."""
+    adaptive = isinstance(windows[0], int)
+    given = [w if isinstance(w, tuple) else (1, 1, 0) for w in windows]
+    rows = [(n, o, int(adaptive), *w, 1)[:7] for n, o, w in zip(sizes, out, given, strict=True)]
+    alone = (1, 1, int(adaptive), 1, 1, 0, 1)
+    return [*first, *(number for row in [alone] * (3 - len(sizes)) + rows for number in row)]
+
+
+def in_order(inner: int, t: Tensor) -> Tensor:
+    """As a pool reads it: with channels last where they are the inner dimension."""
+    return t.permute(0, *range(2, t.dim()), 1).flatten() if inner > 1 else t.flatten()
+
+
 @pairwise(name=list(POOLS), inner=[1, 5], dtype=list(TILE))
 def test_max_pool(name, inner, dtype):
     """Values, places and gradients of the CPU's kernel, which sums gradients in float32 in the same order."""
@@ -264,23 +261,18 @@ def test_max_pool(name, inner, dtype):
     out = list(windows) if adaptive else [
         (n + 2 * p - d * (k - 1) - 1) // s + 1 for n, (k, s, p, d) in zip(sizes, windows, strict=True)]  # fmt: skip
     shape = (2, 3, *sizes) if inner == 1 else (6, inner, *sizes)
-    format = (
-        torch.contiguous_format if inner == 1 else [None, torch.channels_last, torch.channels_last_3d][len(sizes) - 1]
-    )
-    if format is None:
+    if inner > 1 and len(sizes) == 1:
         pytest.skip("lines have no channels_last")
+    last = torch.channels_last if len(sizes) == 2 else torch.channels_last_3d
+    format = torch.contiguous_format if inner == 1 else last
     x = values(torch.Size(shape).numel(), dtype).view(shape)
     x[0, 0].flatten()[3] = torch.nan
     x = x.to(memory_format=format)
     want, offsets = ops._max_pool(x, *spec, out)
     if offsets.dtype == torch.int32:
         pytest.skip("windows of more than 65536 places")
-    numbers: list[float] = [6, inner, offsets.element_size()]
-    pad = 3 - len(sizes)
-    for d in range(3):
-        n, o, window = (1, 1, (1, 1, 0, 1)) if d < pad else (sizes[d - pad], out[d - pad], windows[d - pad])
-        numbers += [n, o, int(adaptive), *((1, 1, 0, 1) if adaptive else window)]
-    flat = lambda t: t.permute(0, *range(2, t.dim()), 1).flatten() if inner > 1 else t.flatten()  # noqa: E731
+    numbers = numbers_of([6, inner, offsets.element_size()], sizes, out, windows)
+    flat = partial(in_order, inner)
     grad = torch.randn(want.shape).to(dtype).to(memory_format=format)
     back = ops._max_pool_backward(grad, offsets, list(x.shape), *spec)
     x_memory, y_memory = Memory(flat(x)), Memory(torch.full_like(flat(want), 77))
@@ -326,13 +318,8 @@ def test_avg_pool(name, inner, dtype):
         want = [F.avg_pool2d, F.avg_pool3d][dims - 2](leaf, *spec, ceil, count_padding, divisor)
     grad = torch.randn(want.shape).to(dtype)
     (back,) = torch.autograd.grad(want, leaf, grad.double())
-    numbers: list[float] = [6, inner, int(count_padding)]
-    for d in range(3):
-        at = d - (3 - dims)
-        n, o, window = (1, 1, (1, 1, 0)) if at < 0 else (sizes[at], want.shape[2 + at], windows[at])
-        numbers += [n, o, int(adaptive), *((1, 1, 0) if adaptive else window), 1]
-    numbers.append(divisor or 0)
-    flat = lambda t: t.permute(0, *range(2, t.dim()), 1).flatten() if inner > 1 else t.flatten()  # noqa: E731
+    numbers = [*numbers_of([6, inner, int(count_padding)], sizes, want.shape[2:], windows), divisor or 0]
+    flat = partial(in_order, inner)
     y, result = torch.full_like(flat(want.detach()), 77, dtype=dtype), torch.full_like(flat(x), 77)
     (_, got), (_, gradient) = kernels.run([
         Call("avg_pool", dtype, numbers, [Memory(flat(x)), Memory(y)]),
@@ -343,43 +330,44 @@ def test_avg_pool(name, inner, dtype):
     torch.testing.assert_close(gradient.double(), flat(back), rtol=4 * eps, atol=4 * eps)
 
 
+# 2^31 planes of 2x2, of which 1027 at the end are given, and how many outputs and inputs the last blocks write.
+OUTER, SEEN = 2**31 + 3, 1027
+PLANES = [OUTER, 1, 1, *[1, 1, 0, 1, 1, 0, 1], *[2, 1, 0, 2, 2, 0, 1] * 2]
+OUTPUTS, INPUTS = 1024 + OUTER % 1024, 4 * OUTER % 1024 or 1024
+
+
+def far_end(values: Tensor, planes: int = 1) -> Memory:
+    return Memory(values.flatten(), 0, planes * OUTER)
+
+
 def test_max_pool_past_two_to_the_31():
-    """The last blocks of 2^31 planes of 2x2: places, and gradients."""
-    outer, dtype = 2**31 + 3, torch.float16
-    numbers = [outer, 1, 1, *[1, 1, 0, 1, 1, 0, 1], *[2, 1, 0, 2, 2, 0, 1] * 2]
-    seen = 1027  # planes at the end: of outputs the last tile and what is left
-    x = torch.randn(seen, 2, 2).to(dtype)
-    y, places = torch.zeros(seen, dtype=dtype), torch.zeros(seen, dtype=torch.uint8)
-    x_memory = lambda t: Memory(t.flatten(), 0, 4 * outer)  # noqa: E731
-    forward = Call("max_pool", dtype, numbers, [x_memory(x), Memory(y, 0, outer), Memory(places, 0, outer)], 2)
-    ((_, got, offsets),) = kernels.run([forward])
-    tail = 1024 + outer % 1024  # outputs of the last two blocks
+    """The last blocks: places, and gradients."""
+    dtype = torch.float16
+    x = torch.randn(SEEN, 2, 2).to(dtype)
+    y, places = torch.zeros(SEEN, dtype=dtype), torch.zeros(SEEN, dtype=torch.uint8)
+    ((_, got, offsets),) = kernels.run(
+        [Call("max_pool", dtype, PLANES, [far_end(x, 4), far_end(y), far_end(places)], 2)]
+    )
     best, where = x.flatten(1).max(1)
-    assert torch.equal(got[-tail:], best[-tail:]) and torch.equal(offsets[-tail:].long(), where[-tail:])
-    grad = torch.randn(seen).to(dtype)
-    buffers = [Memory(grad, 0, outer), Memory(where.to(torch.uint8), 0, outer), x_memory(torch.full_like(x, 77))]
-    backward = Call("max_pool_backward", dtype, numbers, buffers, 1)
-    ((_, _, gradient),) = kernels.run([backward])
-    want = torch.zeros(seen, 4, dtype=dtype).scatter_(1, where[:, None], grad[:, None]).flatten()
-    tail = 4 * outer % 1024 or 1024
-    assert torch.equal(gradient[-tail:], want[-tail:])
+    assert torch.equal(got[-OUTPUTS:], best[-OUTPUTS:])
+    assert torch.equal(offsets[-OUTPUTS:].long(), where[-OUTPUTS:])
+    grad = torch.randn(SEEN).to(dtype)
+    buffers = [far_end(grad), far_end(where.to(torch.uint8)), far_end(torch.full_like(x, 77), 4)]
+    ((_, _, gradient),) = kernels.run([Call("max_pool_backward", dtype, PLANES, buffers, 1)])
+    want = torch.zeros(SEEN, 4, dtype=dtype).scatter_(1, where[:, None], grad[:, None]).flatten()
+    assert torch.equal(gradient[-INPUTS:], want[-INPUTS:])
 
 
 def test_avg_pool_past_two_to_the_31():
-    """The last blocks of 2^31 planes of 2x2: means, and gradients."""
-    outer, dtype = 2**31 + 3, torch.float16
-    numbers = [outer, 1, 1, *[1, 1, 0, 1, 1, 0, 1], *[2, 1, 0, 2, 2, 0, 1] * 2, 0]
-    seen = 1027
-    x, y = torch.randn(seen, 2, 2).to(dtype), torch.full((seen,), 77.0, dtype=dtype)
-    far = Memory(x.flatten(), 0, 4 * outer)
-    ((_, got),) = kernels.run([Call("avg_pool", dtype, numbers, [far, Memory(y, 0, outer)], 2)])
-    tail = 1024 + outer % 1024
-    torch.testing.assert_close(got[-tail:].double(), x.double().mean((1, 2))[-tail:], rtol=1e-3, atol=1e-3)
-    assert (got[:-tail] == 77).all()
-    grad = torch.randn(seen).to(dtype)
-    result = Memory(torch.full_like(x, 77).flatten(), 0, 4 * outer)
-    ((_, gradient),) = kernels.run([Call("avg_pool_backward", dtype, numbers, [Memory(grad, 0, outer), result], 1)])
-    tail = 4 * outer % 1024 or 1024
-    want = (grad.double() / 4).repeat_interleave(4)
-    torch.testing.assert_close(gradient[-tail:].double(), want[-tail:], rtol=1e-3, atol=0)
-    assert (gradient[:-tail] == 77).all()
+    """The last blocks: means, and gradients."""
+    dtype = torch.float16
+    x, grad = torch.randn(SEEN, 2, 2).to(dtype), torch.randn(SEEN).to(dtype)
+    y, result = torch.full_like(grad, 77), torch.full_like(x, 77)
+    (_, got), (_, gradient) = kernels.run([
+        Call("avg_pool", dtype, [*PLANES, 0], [far_end(x, 4), far_end(y)], 2),
+        Call("avg_pool_backward", dtype, [*PLANES, 0], [far_end(grad), far_end(result, 4)], 1),
+    ])  # fmt: skip
+    want, back = x.double().mean((1, 2)), (grad.double() / 4).repeat_interleave(4)
+    torch.testing.assert_close(got[-OUTPUTS:].double(), want[-OUTPUTS:], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(gradient[-INPUTS:].double(), back[-INPUTS:], rtol=1e-3, atol=0)
+    assert (got[:-OUTPUTS] == 77).all() and (gradient[:-INPUTS] == 77).all()

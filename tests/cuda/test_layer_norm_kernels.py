@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import kernels
-from support.kernels import Call, Memory
+from support.kernels import Call, Memory, off
 from torch import Tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
@@ -35,10 +35,6 @@ def bound(want: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     lost = (1 + mean.abs() * rstd).double()[:, None] * torch.finfo(torch.float32).eps
     scale = want.abs() + want.abs().mean()
     return scale * (2 * torch.finfo(dtype).eps + 8 * lost)
-
-
-def off(dtype: torch.dtype, i: int) -> int:
-    return dtype.itemsize if i % 3 == 1 else 0
 
 
 @DTYPES

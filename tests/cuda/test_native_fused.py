@@ -31,30 +31,18 @@ def shape(channels: int, outputs: int, sizes: tuple[int, int], kernel: int, **mo
 
 
 SHAPES = [
-    shape(16, 24, (19, 23), 3),
-    shape(64, 64, (17, 35), 3),
-    shape(72, 136, (9, 33), 3),
-    shape(3, 64, (21, 25), 7, stride=2),
-    shape(32, 32, (19, 23), 3, groups=32),
-    shape(16, 16, (18, 23), 3, padding=2, padding_mode="reflect"),
-    shape(32, 48, (11, 40), 1),
-    shape(16, 32, (19, 23), 3, stride=2),
-    shape(32, 32, (19, 22), 3, stride=2, groups=32),
+    shape(16, 24, (19, 23), 3), shape(64, 64, (17, 35), 3), shape(72, 136, (9, 33), 3),
+    shape(3, 64, (21, 25), 7, stride=2), shape(32, 32, (19, 23), 3, groups=32),
+    shape(16, 16, (18, 23), 3, padding=2, padding_mode="reflect"), shape(32, 48, (11, 40), 1),
+    shape(16, 32, (19, 23), 3, stride=2), shape(32, 32, (19, 22), 3, stride=2, groups=32),
     shape(16, 16, (18, 23), 3, padding=2, padding_mode="replicate"),
-    shape(16, 16, (18, 23), 3, padding=2, padding_mode="circular"),
-    shape(16, 16, (22, 27), 3, dilation=2, padding=2),
-    shape(64, 16, (14, 14), 7),
-    shape(16, 64, (12, 30), 5),
-    shape(32, 64, (9, 11), 3, groups=2),
+    shape(16, 16, (18, 23), 3, padding=2, padding_mode="circular"), shape(16, 16, (22, 27), 3, dilation=2, padding=2),
+    shape(64, 16, (14, 14), 7), shape(16, 64, (12, 30), 5), shape(32, 64, (9, 11), 3, groups=2),
     shape(32, 64, (15, 18), 5, groups=32),  # two outputs per channel
-    shape(64, 64, (12, 13), 7, groups=64, dilation=2, padding=6),
-    shape(3, 32, (20, 26), 3),
-    shape(1, 16, (20, 26), 5),
-    shape(7, 13, (19, 23), 3),
-    shape(64, 32, (15, 16), 1, stride=2),
-    shape(8, 16, (16, 19), 2, stride=2),
+    shape(64, 64, (12, 13), 7, groups=64, dilation=2, padding=6), shape(3, 32, (20, 26), 3), shape(1, 16, (20, 26), 5),
+    shape(7, 13, (19, 23), 3), shape(64, 32, (15, 16), 1, stride=2), shape(8, 16, (16, 19), 2, stride=2),
     shape(32, 32, (11, 13), 3, groups=32, padding=2, padding_mode="circular"),
-]
+]  # fmt: skip
 PARTS = ("bias relu", "bias", "scale bias relu", "bias residual relu", "scale bias residual relu", "relu", "residual")
 
 
@@ -118,9 +106,7 @@ class Case:
 @pairwise(
     number=some(range(len(SHAPES))), dtype=list(DTYPES), parts=PARTS, content=["noise", "ramp"], layout=["NCHW", "NHWC"]
 )
-def test_values_and_gradients(
-    device: str, number: int, dtype: str, parts: str, content: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients(device, number: int, dtype: str, parts: str, content: str, layout: str, monkeypatch):
     case = Case(SHAPES[number], DTYPES[dtype], parts, content)
 
     def there(tensor: Tensor | None, wants: bool = True) -> Tensor | None:
@@ -143,9 +129,8 @@ def test_values_and_gradients(
         wanted = {name.replace("x", "input"): leaf for name, leaf in leaves.items() if leaf is not None}
         grads = torch.autograd.grad(y, list(wanted.values()), there(case.grad, False))
     if device == "cuda":
-        assert {(one["pass"], one["path"]) for one in records} == {
-            (pass_, "native") for pass_ in ("fprop", "dgrad", "wgrad")
-        }
+        found = {(one["pass"], one["path"]) for one in records}
+        assert found == {(pass_, "native") for pass_ in ("fprop", "dgrad", "wgrad")}
     # A float32 sum is rounded, or cut off, at most once per term. On the CPU stock sums some products of float16 in it.
     sums = 2.0**-8 if device == "cpu" and dtype == "float16" else 2.0**-20
     each = sums + (TF32 if dtype == "tf32" else 0.0)
@@ -167,17 +152,14 @@ def test_values_and_gradients(
         ("bias", lambda t: t.detach() + 0.9 * (t - t.detach()), "grad_bias"),
     ],
 )
-def test_mistakes_are_noticed(
-    part: str, mistake: Callable[[Tensor], Tensor], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_noticed(part: str, mistake: Callable[[Tensor], Tensor], what: str, monkeypatch) -> None:
     class Wrong:
         def conv2d_fused(self, input: Tensor, weight: Tensor, bias: Tensor, *given: Any, **more: Any) -> Tensor:
             tensors = {"input": input, "weight": weight, "bias": bias, **more}
             if part != "y":
                 tensors[part] = mistake(tensors[part])
-            y = torch.ops.patchconv.conv2d_fused(
-                *(tensors.pop(n) for n in ("input", "weight", "bias")), *given, **tensors
-            )
+            first = [tensors.pop(name) for name in ("input", "weight", "bias")]
+            y = torch.ops.patchconv.conv2d_fused(*first, *given, **tensors)
             return mistake(y) if part == "y" else y
 
     monkeypatch.setitem(globals(), "ops", Wrong())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.native import CONTENTS, DTYPES, contents, laid_out, native, near
+from support.native import CONTENTS, DTYPES, Mistaken, contents, laid_out, large, native, near, philox
 from support.pairs import pairwise
 from torch import Tensor
 
@@ -32,24 +32,16 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tens
 }
 # Shape, elements by which it begins off an aligned address, channels_last.
 FORMS: dict[str, tuple[tuple[int, ...], int, bool]] = {
-    "tiles": ((3 * TILE + 37,), 0, False),
-    "one": ((1,), 0, False),
-    "off by one": ((TILE - 1,), 1, False),
-    "off by three": ((33,), 3, False),
-    "channels_last": ((2, 5, 19, 23), 0, True),
-    "image": ((2, 5, 64, 64), 0, False),
-}
+    "tiles": ((3 * TILE + 37,), 0, False), "one": ((1,), 0, False), "off by one": ((TILE - 1,), 1, False),
+    "off by three": ((33,), 3, False), "channels_last": ((2, 5, 19, 23), 0, True), "image": ((2, 5, 64, 64), 0, False),
+}  # fmt: skip
 # Sizes; kernel, stride, padding, dilation and ceil_mode, or the output's size where it is adaptive.
 POOLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
-    "2x2": ((38, 46), (2, 2, 0, 1, False)),
-    "3x3 overlapping": ((37, 45), (3, 2, 1, 1, True)),
-    "with holes": ((19, 23), (3, 1, 1, 2, False)),
-    "two bytes per offset": ((41, 43), (18, 5, 9, 1, False)),
-    "line": ((301,), (5, 3, 2, 1, False)),
-    "volume": ((9, 10, 11), (3, 2, 1, 1, False)),
-    "adaptive": ((19, 23), (7, 5)),
+    "2x2": ((38, 46), (2, 2, 0, 1, False)), "3x3 overlapping": ((37, 45), (3, 2, 1, 1, True)),
+    "with holes": ((19, 23), (3, 1, 1, 2, False)), "two bytes per offset": ((41, 43), (18, 5, 9, 1, False)),
+    "line": ((301,), (5, 3, 2, 1, False)), "volume": ((9, 10, 11), (3, 2, 1, 1, False)), "adaptive": ((19, 23), (7, 5)),
     "adaptive volume": ((7, 9, 11), (3, 4, 5)),
-}
+}  # fmt: skip
 
 
 def passes(call: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -97,20 +89,6 @@ def test_max_pools(device: str, name: str, dtype: str, content: str, channels_la
     near("grad_input", back, exact[1], 4**dims * 2.0**-24 * size, x.dtype)
 
 
-def philox(seed: int, first: int, count: int) -> np.ndarray:
-    """`count` words of Philox4x32-10 from block `first` on: the seed is its key, the block's number its counter."""
-    low = np.uint64(0xFFFFFFFF)
-    shift = np.uint64(32)
-    blocks = np.arange(first, first + -(-count // 4), dtype=np.uint64)
-    a, b, c, d = blocks & low, blocks >> shift, np.zeros_like(blocks), np.zeros_like(blocks)
-    key = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
-        one, two = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
-        a, b, c, d = two >> shift ^ b ^ np.uint64(key[0]), two & low, one >> shift ^ d ^ np.uint64(key[1]), one & low
-        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return np.stack([a, b, c, d], 1).reshape(-1)[:count]
-
-
 def kept(seed: int, p: float, count: int, first: int = 0) -> Tensor:
     """What dropout of this seed keeps of the elements from 4 * first on."""
     return torch.from_numpy(philox(seed, first, count) >= np.uint64(int(p * 2**32 + 0.5)))
@@ -152,31 +130,15 @@ def test_dropout(device: str, p: float, shift_fill: tuple[float, float], dtype: 
         (test_dropout, (0.5, (0.25, -1.5), "float32"), lambda y: y.roll(1, -1)),
     ],
 )
-def test_mistakes_are_noticed(
-    test: Callable[..., None], arguments: tuple[Any, ...], mistake: Callable[[Tensor], Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    class Wrong:
-        def __getattr__(self, operator: str) -> Any:
-            return lambda *given: mistake(getattr(torch.ops.patchconv, operator)(*given))
-
-    monkeypatch.setitem(globals(), "ops", Wrong())
+def test_mistakes_are_noticed(test, arguments: tuple[Any, ...], mistake: Callable[[Tensor], Tensor], monkeypatch):
+    monkeypatch.setitem(globals(), "ops", Mistaken(mistake))
     with pytest.raises(AssertionError, match=r"error .* times its bound"):
         test("cpu", *arguments)
 
 
 def probe(device: str, elements: int, width: int) -> list[str]:
-    """Masks, dropout and a max pool of so many elements (bfloat16): what is wrong at the places that are looked at.
-
-    All of it is exact.
-    """
-    generator = torch.Generator(device).manual_seed(23)
-    x = torch.empty(elements, dtype=torch.bfloat16, device=device)
-    for part in x.split(2**27):
-        part.copy_(torch.randn(len(part), device=device, generator=generator))
-    length = min(2**16, elements // 4 * 4)
-    starts = sorted({0, max(0, min(2**31, elements) - length // 2) // 4 * 4, (elements - length) // 4 * 4})
-    places = [slice(start, min(start + length, elements)) for start in starts]
+    """Masks, dropout and a max pool of so many elements: what is not exact at the places that are looked at."""
+    x, places = large(elements, device)
     wrong = []
     with native(device), torch.no_grad():
         y, bits = ops._mask_forward(x, 0, 0.0, 0.0)

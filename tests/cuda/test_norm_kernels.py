@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from support import kernels
-from support.kernels import Call, Memory
+from support.kernels import Call, Memory, off
 from support.pairs import pairwise
 from torch import Tensor
 
@@ -99,10 +100,6 @@ class Example:
     def affine(self) -> list[Memory]:
         mean, var = self.moments()
         return [Memory(mean.float()), Memory(var.float()), Memory(self.weight), Memory(self.bias)]
-
-
-def off(dtype: torch.dtype, i: int) -> int:
-    return dtype.itemsize if i % 3 == 1 else 0
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 4) -> None:
@@ -198,10 +195,8 @@ def test_backward(channels_last, training, activation, dtype):
     calls = []
     for i, example in enumerate(examples):
         x, grad = example.flat(example.x), example.flat(example.grad)
-        results = [
-            Memory(torch.full_like(x, 77), off(dtype, i)),
-            *(Memory(torch.zeros(example.channels)) for _ in "wb"),
-        ]
+        sums = [Memory(torch.zeros(example.channels)) for _ in "wb"]
+        results = [Memory(torch.full_like(x, 77), off(dtype, i)), *sums]
         given = [Memory(grad, off(dtype, i)), Memory(x, off(dtype, i)), *example.affine()]
         calls.append(Call("norm_backward", dtype, example.numbers(training), [*given, *results]))
     for example, found in zip(examples, kernels.run(calls), strict=True):
@@ -268,22 +263,17 @@ def test_only_what_is_asked_for(groups, asked):
 
 def test_map_past_two_to_the_31():
     """The last blocks of one channel of 2^32 pixels and some, and of 2^31 rows."""
-    dtype, seen = torch.float16, 8192 + 5
-    x = torch.randn(seen).to(dtype)
-    numbers = lambda *shape: [*shape, 0, 0, 0.0, 0, 1, 0]  # noqa: E731
-    one = [Memory(torch.zeros(1)), Memory(torch.ones(1)), Memory(None), Memory(None)]
-    count = 2**32 + 8192 + 5
-    far = lambda t: Memory(t, 0, count)  # noqa: E731
-    call = Call("norm_map", dtype, numbers(1, 1, count), [far(x), far(torch.full_like(x, 77)), *one], 2)
-    ((_, y, *_),) = kernels.run([call])
-    assert torch.equal(y, torch.relu(x))
-    rows = 2**31 + 12
-    x = torch.randn(4 * 100).to(dtype)
-    far = lambda t: Memory(t, 0, 4 * rows)  # noqa: E731
-    call = Call("norm_map", dtype, numbers(rows, 1, 4), [far(x), far(torch.full_like(x, 77)), *one], 3)
-    ((_, y, *_),) = kernels.run([call])
-    written = 4 * (16 + (rows % 8 or 8))
-    assert torch.equal(y[-written:], torch.relu(x)[-written:]) and (y[:-written] == 77).all()
+    dtype, one = torch.float16, [Memory(torch.zeros(1)), Memory(torch.ones(1)), Memory(None), Memory(None)]
+    whole, rows = 8192 + 5, 2**31 + 12
+    # Rows, pixels, elements that are given, blocks, elements that these write.
+    for shape in ((1, 2**32 + whole, whole, 2, whole), (rows, 4, 400, 3, 4 * (16 + (rows % 8 or 8)))):
+        images, pixels, held, blocks, written = shape
+        x = torch.randn(held).to(dtype)
+        far = partial(Memory, elements=images * pixels)
+        numbers = [images, 1, pixels, 0, 0, 0.0, 0, 1, 0]
+        call = Call("norm_map", dtype, numbers, [far(x), far(torch.full_like(x, 77)), *one], blocks)
+        ((_, y, *_),) = kernels.run([call])
+        assert torch.equal(y[-written:], torch.relu(x)[-written:]) and (y[:-written] == 77).all()
 
 
 def test_mask_past_two_to_the_31():
@@ -293,7 +283,7 @@ def test_mask_past_two_to_the_31():
         images = 2**31 // (channels * pixels) + 2
         count = images * channels * pixels
         x = torch.randn(16384).to(dtype)
-        far = lambda t: Memory(t, 0, count)  # noqa: E731, B023
+        far = partial(Memory, elements=count)
         bits = Memory(torch.full(((len(x) + 7) // 8 + 1,), 0xEE, dtype=torch.uint8), 0, (count + 7) // 8)
         mean, bias = torch.tensor([0.25, -0.5, 1.0]), torch.tensor([0.0, 2.0, -1.0])
         affine = [Memory(mean), Memory(torch.ones(3) - EPS), Memory(None), Memory(bias)]
@@ -324,7 +314,7 @@ def test_statistics_and_gradients_past_two_to_the_31(name):
     held = 2**20 if name == "rows" else 2**18
     x = (torch.randn(held) + 0.5).to(dtype)
     empty = lambda: Memory(torch.full((channels,), 77.0))  # noqa: E731
-    far = lambda t: Memory(t, 0, count)  # noqa: E731
+    far = partial(Memory, elements=count)
     running = [Memory(None), Memory(None)]
     call = Call("norm_statistics", dtype, numbers, [far(x), empty(), empty(), *running], 1)
     ((_, mean, var, *_),) = kernels.run([call])

@@ -96,6 +96,11 @@ class Attends(nn.Module):
         return x + self.attention(tokens, tokens, tokens)[0].transpose(1, 2).reshape(x.shape)
 
 
+class Sorts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(2).values
+
+
 def gathered(rank: int, world: int) -> dict[str, Any]:
     import patchconv_native.distributed as pd
 
@@ -110,14 +115,15 @@ def gathered(rank: int, world: int) -> dict[str, Any]:
         pd.gather(mine(image)).square().sum().backward()
         one = copy.deepcopy(model)
         one(own).square().sum().backward()
-        pairs = [
-            (image.grad, own.grad),
-            *((p.grad, q.grad) for p, q in zip(mine.parameters(), one.parameters(), strict=True)),
-        ]
+        parameters = zip(mine.parameters(), one.parameters(), strict=True)
+        pairs = [(image.grad, own.grad), *((p.grad, q.grad) for p, q in parameters)]
         off = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in pairs)
         found[str(how)] = (off < 1e-9, pd.spatial_report(mine))
+    without = pd.gather(pd.spatial(copy.deepcopy(model), mesh)(image.detach()))
+    right = torch.allclose(without, model(image.detach()), rtol=1e-9)
+    found["without"] = (right, "Run gathered, whole on every rank: 1")
     try:
-        pd.spatial(copy.deepcopy(model), mesh)(structured((1, 3, 9, 7)))
+        pd.spatial(nn.Sequential(copy.deepcopy(model), Sorts()), mesh)(structured((1, 3, 9, 7)))
         found["error"] = "none"
     except pd.NotServed as error:
         found["error"] = str(error)

@@ -71,19 +71,11 @@ def make(name: str) -> nn.Module:
     return getattr(models, name)(weights=None, num_classes=5)
 
 
-MODELS = {
-    "unet": 37,
-    "resnet18": 65,
-    "densenet": 67,
-    "mobilenet_v3_small": 65,
-    "convnext_tiny": 65,
-    "efficientnet_b0": 65,
-    "regnet_y_400mf": 65,
-    "shufflenet_v2_x0_5": 65,
-    "squeezenet1_1": 65,
-    "lraspp_mobilenet_v3_large": 65,
-    "deeplabv3_mobilenet_v3_large": 65,
-}
+NAMES = """
+    resnet18 mobilenet_v3_small convnext_tiny efficientnet_b0 regnet_y_400mf shufflenet_v2_x0_5 squeezenet1_1
+    lraspp_mobilenet_v3_large deeplabv3_mobilenet_v3_large
+"""
+MODELS = {"unet": 37, "densenet": 67, **dict.fromkeys(NAMES.split(), 65)}  # and their images' heights
 
 
 def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:

@@ -25,6 +25,13 @@ def apply(function: Any, *shapes: tuple[int, ...]) -> Any:
     return lambda: nn.Sequential(conv(), Apply(function, *shapes))
 
 
+def overwritten(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 1:3] = x[:, :2].square()
+    y[:, 0] = 0.5
+    return y
+
+
 class NextBlock(nn.Module):
     """ConvNeXt's: the norm and the linear layers on channels last."""
 
@@ -97,6 +104,17 @@ OPERATIONS: Cases = {
     "cross entropy, summed": (apply(lambda x: F.cross_entropy(x, labels(4), reduction="sum")), SHAPE),
     "crops": (apply(lambda x: x[:, 1:, 2:-3, 1:] + x[..., 1:4, :-4, :-1][:, :, 1:]), SHAPE),
     "flatten and back": (apply(lambda x: x.flatten(0, 1).view(2, 4, 13, 11).reshape(8, 1, 13, 11)), SHAPE),
+    "windows": (apply(lambda x: x.view(2, 4, 8, 2, 6, 2).permute(0, 3, 5, 1, 2, 4).flatten(1, 3)), (2, 4, 16, 12)),
+    "moments by products": (
+        apply(lambda x, w: torch.einsum("nchw,nc,dc->ndhw", x, torch.einsum("nchw,nchw->nc", x, x), w), (3, 4)),
+        SHAPE,
+    ),
+    "channels by number": (apply(lambda x: x[:, [2, 0, 0]] * x.index_select(1, torch.tensor([1, 3, 3]))), SHAPE),
+    "sorted channels": (apply(lambda x: x.sort(1)[0] + x.topk(1, 1).values), SHAPE),
+    "unit columns, and moments": (
+        apply(lambda x: torch.mul(*torch.var_mean(x, (2, 3), keepdim=True)) + F.normalize(x, dim=2)), SHAPE
+    ),
+    "written channels": (apply(overwritten), SHAPE),
     "ConvNeXt's block": (NextBlock, SHAPE),
     "layer norm of the image": (lambda: nn.Sequential(conv(), nn.LayerNorm([4, 13, 11])), SHAPE),
     "channel shuffle": (apply(shuffled), SHAPE),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.counts import saved_bytes
 from support.ranks import needs_gloo, run
 from support.spatial_cases import compare, mesh_of
 from support.spatial_chains import differences, structured
@@ -260,9 +261,8 @@ def data_parallel(rank: int, world: int) -> list[str]:
         ).double()
         if converted:
             pc.convert(model, functional=True)
-        parts = DistributedDataParallel(
-            pd.spatial(copy.deepcopy(model), grid["spatial"]), process_group=grid.get_group("data")
-        )
+        inner = pd.spatial(copy.deepcopy(model), grid["spatial"])
+        parts = DistributedDataParallel(inner, process_group=grid.get_group("data"))
         results = []
         for used, share in ((model, slice(0, 2)), (parts, slice(grid.get_local_rank("data"), None, 2))):
             optimizer = torch.optim.AdamW(used.parameters(), 0.01)
@@ -327,18 +327,8 @@ def kept(rank: int, world: int) -> dict[str, int]:
             pc.convert(model, functional=True)
         if "one" not in name:
             pd.spatial(model, mesh)
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        seen: dict[int, int] = {}
-
-        def note(t: Tensor, own: set[int] = own, seen: dict[int, int] = seen) -> Tensor:
-            if t.untyped_storage().data_ptr() not in own:
-                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = model(torch.randn(1, 4, 64, 64).requires_grad_())
-        found[name] = sum(seen.values())
-        del y
+        image = torch.randn(1, 4, 64, 64).requires_grad_()
+        found[name] = saved_bytes(lambda model=model, image=image: model(image), model.parameters())
     return found
 
 

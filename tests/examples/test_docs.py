@@ -55,7 +55,9 @@ def test_readme_is_short() -> None:
     assert "make demo" in "\n".join(lines) and "make test" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/memory.md", "docs/several-devices.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/guide.md", "docs/memory.md", "docs/several-devices.md", "docs/tile.md"]
+)
 def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of a page, one after another; large pictures are made small."""
     text = (ROOT / page).read_text()

@@ -69,6 +69,7 @@ struct Case {
   std::vector<Buffer> buffers;
 
   double number(size_t i) const { return numbers.at(i); }
+  float real(size_t i) const { return static_cast<float>(numbers.at(i)); }
   int64_t integer(size_t i) const { return static_cast<int64_t>(numbers.at(i)); }
   template <typename T = void>
   T* buffer(size_t i) const {

@@ -5,16 +5,10 @@
 // all), the count of its numbers and the numbers, the count of its buffers and, for each of them: its bytes
 // (-1: a null pointer), its distance from an address that is a multiple of 256, and how many bytes at its end
 // are given and written back.
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <functional>
 #include <iostream>
-#include <limits>
 #include <map>
-#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -34,36 +28,25 @@ namespace {
 
 using namespace patchconv;
 using namespace patchconv::kernels;
-using host_cuda::Buffer;
-using host_cuda::Case;
-using host_cuda::Floats;
+using namespace host_cuda;
 
 void mask_forward(const Case& c) {
-  const MaskForward call{c.buffer(0),
-                         c.buffer(1),
-                         c.buffer(2),
-                         c.buffer<uint8_t>(3),
-                         c.integer(1),
-                         static_cast<float>(c.number(2)),
-                         static_cast<float>(c.number(3))};
+  const auto bits = c.buffer<uint8_t>(3);
+  const MaskForward call{c.buffer(0), c.buffer(1), c.buffer(2), bits, c.integer(1), c.real(2), c.real(3)};
   launch_mask_forward(c.type, static_cast<Mask>(c.integer(0)), call, nullptr);
 }
 
 void mask_backward(const Case& c) {
-  const MaskBackward call{c.buffer(0),  c.buffer<const uint8_t>(1),      c.buffer(2),
-                          c.integer(0), static_cast<float>(c.number(1)), static_cast<float>(c.number(2))};
+  const auto bits = c.buffer<const uint8_t>(1);
+  const MaskBackward call{c.buffer(0), bits, c.buffer(2), c.integer(0), c.real(1), c.real(2)};
   launch_mask_backward(c.type, call, nullptr);
 }
 
 void dropout(const Case& c) {
-  const Dropout call{c.buffer(0),
-                     c.buffer(1),
-                     c.buffer<const int64_t>(2),
-                     c.integer(0),
-                     philox_threshold(c.number(1)),
-                     static_cast<float>(c.number(2)),
-                     static_cast<float>(c.number(3)),
-                     static_cast<float>(c.number(4))};
+  const auto seed = c.buffer<const int64_t>(2);
+  const auto threshold = philox_threshold(c.number(1));
+  const Dropout call{c.buffer(0), c.buffer(1), seed,      c.integer(0),
+                     threshold,   c.real(2),   c.real(3), c.real(4)};
   launch_dropout(c.type, call, nullptr);
 }
 
@@ -105,18 +88,14 @@ NormShape norm_of(const Case& c) {
 // mean, var, weight and bias from buffer `first` on.
 NormAffine affine_of(const Case& c, size_t first) {
   return {c.buffer<const float>(first), c.buffer<const float>(first + 1), c.buffer<const float>(first + 2),
-          c.buffer<const float>(first + 3), static_cast<float>(c.number(5))};
+          c.buffer<const float>(first + 3), c.real(5)};
 }
 
 void norm_statistics(const Case& c) {
   const Floats workspace(norm_statistics_workspace(c.type, norm_of(c)), c);
-  const NormStatistics call{c.buffer(0),
-                            workspace.data,
-                            c.buffer<float>(1),
-                            c.buffer<float>(2),
-                            c.buffer<float>(3),
-                            c.buffer<float>(4),
-                            static_cast<float>(c.number(6))};
+  float* const results[] = {c.buffer<float>(1), c.buffer<float>(2), c.buffer<float>(3), c.buffer<float>(4)};
+  const NormStatistics call{c.buffer(0), workspace.data, results[0], results[1],
+                            results[2],  results[3],     c.real(6)};
   launch_norm_statistics(c.type, norm_of(c), call, nullptr);
 }
 
@@ -142,7 +121,7 @@ void norm_backward(const Case& c) {
 // rows, columns, eps; weight and bias in buffers `first` and the next.
 LayerNorm layer_norm_of(const Case& c, size_t first) {
   return {c.integer(0), c.integer(1), c.buffer<const float>(first), c.buffer<const float>(first + 1),
-          static_cast<float>(c.number(2))};
+          c.real(2)};
 }
 
 void layer_norm(const Case& c) {
@@ -158,47 +137,51 @@ void layer_norm_backward(const Case& c) {
   launch_layer_norm_backward(c.type, norm, call, nullptr);
 }
 
+void avg_pool(const Case& c) { launch_avg_pool(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr); }
+
+void avg_pool_backward(const Case& c) {
+  launch_avg_pool_backward(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr);
+}
+
+template <bool take>
+void max_pool(const Case& c) {
+  launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), take, nullptr);
+}
+
+void max_pool_backward(const Case& c) {
+  launch_max_pool_backward(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), nullptr);
+}
+
+void selftest_sum(const Case& c) { launch_sum(c.buffer<float>(0), c.buffer<float>(1), c.integer(0)); }
+
+void selftest_fault(const Case& c) { launch_fault(static_cast<Fault>(c.integer(0)), c.buffer<float>(0)); }
+
+void selftest_votes(const Case& c) { launch_votes(c.buffer<float>(0), c.buffer<float>(1)); }
+
+void selftest_product(const Case& c) {
+  const auto k = static_cast<int>(c.integer(0));
+  launch_product(c.type, c.buffer(0), c.buffer(1), c.buffer<float>(2), k);
+}
+
 const std::map<std::string, std::function<void(const Case&)>> kKernels{
-    {"selftest_sum",
-     [](const Case& c) { host_cuda::launch_sum(c.buffer<float>(0), c.buffer<float>(1), c.integer(0)); }},
-    {"selftest_fault",
-     [](const Case& c) {
-       host_cuda::launch_fault(static_cast<host_cuda::Fault>(c.integer(0)), c.buffer<float>(0));
-     }},
-    {"selftest_votes",
-     [](const Case& c) { host_cuda::launch_votes(c.buffer<float>(0), c.buffer<float>(1)); }},
-    {"selftest_product",
-     [](const Case& c) {
-       host_cuda::launch_product(c.type, c.buffer(0), c.buffer(1), c.buffer<float>(2),
-                                 static_cast<int>(c.integer(0)));
-     }},
+    {"selftest_sum", selftest_sum},
+    {"selftest_fault", selftest_fault},
+    {"selftest_votes", selftest_votes},
+    {"selftest_product", selftest_product},
     {"dropout", dropout},
     {"layer_norm", layer_norm},
     {"layer_norm_backward", layer_norm_backward},
-    {"mask_forward", mask_forward},
-    {"norm_backward", norm_backward},
     {"norm_map", norm_map},
     {"norm_mask", norm_mask},
     {"norm_statistics", norm_statistics},
-    {"avg_pool",
-     [](const Case& c) { launch_avg_pool(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr); }},
-    {"avg_pool_backward",
-     [](const Case& c) {
-       launch_avg_pool_backward(c.type, avg_pool_of(c), c.buffer(0), c.buffer(1), nullptr);
-     }},
-    {"max_pool",
-     [](const Case& c) {
-       launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), false, nullptr);
-     }},
-    {"max_pool_take",
-     [](const Case& c) {
-       launch_max_pool(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), true, nullptr);
-     }},
-    {"max_pool_backward",
-     [](const Case& c) {
-       launch_max_pool_backward(c.type, pool_of(c), c.buffer(0), c.buffer(1), c.buffer(2), nullptr);
-     }},
+    {"norm_backward", norm_backward},
+    {"mask_forward", mask_forward},
     {"mask_backward", mask_backward},
+    {"avg_pool", avg_pool},
+    {"avg_pool_backward", avg_pool_backward},
+    {"max_pool_backward", max_pool_backward},
+    {"max_pool", max_pool<false>},
+    {"max_pool_take", max_pool<true>},
 };
 
 Type type_of(const std::string& name) {
@@ -225,8 +208,8 @@ void run(const std::string& line, std::istream& data, std::ostream& result) {
     data.read(c.buffers.back().window_begin(), c.buffers.back().window());
   }
   if (!words || !data) throw std::invalid_argument("not a case: " + line);
-  host_cuda::run_last_blocks_only(last_blocks);
-  const auto& convolutions = host_cuda::conv_kernels();
+  run_last_blocks_only(last_blocks);
+  const auto& convolutions = conv_kernels();
   const auto found = convolutions.find(kernel);
   (found != convolutions.end() ? found->second : kKernels.at(kernel))(c);
   for (const Buffer& buffer : c.buffers) result.write(buffer.window_begin(), buffer.window());

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.gradients import graded
+from support.threads import on_threads
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -62,16 +63,9 @@ CALLS: dict[str, Any] = {
     "F.dropout in eval": lambda x: F.dropout(x, 0.4, training=False),
 }  # fmt: skip
 STOCK_DOES_IT = {
-    "x + 1",
-    "1 + x",
-    "x * 2",
-    "F.dropout in eval",
-    "F.conv2d",
-    "F.conv_transpose2d",
-    "F.local_response_norm",
-    "F.interpolate area",
-    "F.interpolate smoothed",
-}
+    "x + 1", "1 + x", "x * 2", "F.dropout in eval", "F.conv2d", "F.conv_transpose2d", "F.local_response_norm",
+    "F.interpolate area", "F.interpolate smoothed",
+}  # fmt: skip
 
 
 def iadd(x: Tensor, y: Tensor) -> Tensor:
@@ -97,8 +91,7 @@ def test_the_same_values_and_gradients(name):
             assert "patchconv" in (y.grad_fn.name() + "".join(n.name() for n, _ in y.grad_fn.next_functions if n)), name
         torch.manual_seed(2)
         found.append((y, *torch.autograd.grad(y, x, torch.randn_like(y))))
-    for stock, ours in zip(*found, strict=True):
-        torch.testing.assert_close(ours, stock, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*upsample.*deprecated")
@@ -111,21 +104,12 @@ def test_autocast_chooses_the_same_dtypes(device, name, given):
         with torch.autocast(device, torch.bfloat16), block:
             try:
                 y = CALLS[name](x * 1)
-            except RuntimeError as error:
+            except RuntimeError:
                 # A dtype that stock does not mix or serve (a functional call's own weights are float64 here, say).
-                y, x = str(error).partition(":")[0], None
-        if x is not None:
-            weight = torch.linspace(-1, 2, y.numel()).cos().view(y.shape).to(y)
-            (grad,) = torch.autograd.grad(y, x, weight)
-            found.append((y.dtype, grad.dtype, y.detach().float(), grad.float()))
-        else:
-            found.append(y)
-    stock, ours = found
-    if isinstance(stock, str):
-        assert isinstance(ours, str)
-        return
-    assert ours[:2] == stock[:2]
-    for got, want in zip(ours[2:], stock[2:], strict=True):
+                y = x = None
+        weight = None if x is None else torch.linspace(-1, 2, y.numel()).cos().view(y.shape).to(y)
+        found.append([] if x is None else [y.detach(), *torch.autograd.grad(y, x, weight)])
+    for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02 * float(want.abs().max()))
 
 
@@ -140,21 +124,20 @@ def test_dropout_is_drawn_from_the_generator():
 
 
 def test_outside_of_the_block_nothing_is_changed():
-    with pc.lean(), pc.lean():
-        pass
-    assert "patchconv" not in F.relu(image()).grad_fn.name()
+    x, block = image(), pc.lean()
+    with block:
+        with block, pc.lean():
+            pass
+        assert "patchconv" in F.relu(x).grad_fn.name()
+    assert "patchconv" not in F.relu(x).grad_fn.name()
     with pytest.raises(KeyError), pc.lean():
         raise KeyError
-    assert "patchconv" not in F.relu(image()).grad_fn.name()
+    assert "patchconv" not in F.relu(x).grad_fn.name()
 
 
 def test_other_threads_are_not_concerned():
-    names: list[str] = []
     with pc.lean():
-        thread = threading.Thread(target=lambda: names.append(F.relu(image()).grad_fn.name()))
-        thread.start()
-        thread.join()
-    assert "patchconv" not in names[0]
+        assert "patchconv" not in on_threads(lambda: F.relu(image()).grad_fn.name())[0]
 
 
 def test_as_a_decorator():
@@ -164,6 +147,11 @@ def test_as_a_decorator():
         return F.relu(x)
 
     assert net(image()).grad_fn.name() == "patchconv::ReluBackward" and net.__doc__ == "doc"
+    with pytest.raises(TypeError, match=r"^lean: expected a function, got a generator function"):
+
+        @pc.lean()
+        def several() -> Any:
+            yield F.relu(image())
 
 
 def test_tensor_subclasses_and_transforms_go_to_stock():
@@ -173,9 +161,8 @@ def test_tensor_subclasses_and_transforms_go_to_stock():
     with pc.lean():
         assert isinstance(F.relu(image().as_subclass(Own)), Own)
         assert torch.func.vmap(F.relu)(image()).shape == (2, 4, 6, 6)
-        values, tangents = torch.func.jvp(
-            lambda t: F.silu(F.relu(t)), (image().detach(),), (torch.ones(2, 4, 6, 6).double(),)
-        )
+        given = (image().detach(),), (torch.ones(2, 4, 6, 6).double(),)
+        values, tangents = torch.func.jvp(lambda t: F.silu(F.relu(t)), *given)
     assert values.shape == tangents.shape
 
 
@@ -226,20 +213,6 @@ def test_a_subclass_sees_the_function_that_was_called():
         assert calls() == want and len(want) == 4
 
 
-def test_the_same_block_twice_and_generators():
-    x, block = image(), pc.lean()
-    with block:
-        with block:
-            pass
-        assert "patchconv" in F.relu(x).grad_fn.name()
-    assert "patchconv" not in F.relu(x).grad_fn.name()
-    with pytest.raises(TypeError, match=r"^lean: expected a function, got a generator function"):
-
-        @pc.lean()
-        def several() -> Any:
-            yield F.relu(x)
-
-
 def test_mistaken_arguments():
     with pytest.raises(TypeError, match=r"^lean: expected no argument: write `with pc.lean\(\):`, or `@pc.lean\(\)`"):
         pc.lean(F.relu)
@@ -257,8 +230,7 @@ def test_convert_functional_and_back():
     model = pc.convert(copy.deepcopy(stock), functional=True)
     assert isinstance(model[0], Block) and "Block" in str(pc.convert_report(model))
     x = image()
-    results = [[m(x), *torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()])] for m in (stock, model)]
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(graded(model, x), graded(stock, x), rtol=1e-9, atol=1e-9)
     assert model[0](x).grad_fn.name() == "patchconv::ReluBackward"
     again = copy.deepcopy(model)
     assert again[0](x).grad_fn.name() == "patchconv::ReluBackward"
@@ -283,7 +255,7 @@ def test_checkpointed_blocks_recompute_as_they_ran():
 
     model = pc.convert(nn.Sequential(Block(), Block()), functional=True).double()
     x = image()
-    want = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    want = graded(model, x)[1:]
     y = checkpoint(model[1], checkpoint(model[0], x, use_reentrant=False), use_reentrant=False)
     found = torch.autograd.grad(y.square().sum(), [x, *model.parameters()])
     torch.testing.assert_close(found, want)
@@ -294,5 +266,4 @@ def test_in_place_behind_a_layer_that_cannot_be_made_again():
     stock = nn.Sequential(nn.Linear(6, 8), nn.Hardswish(inplace=True), nn.Linear(8, 2)).double()
     ours = pc.convert(copy.deepcopy(stock))
     x = image()
-    results = [torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]) for m in (stock, ours)]
-    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(graded(ours, x), graded(stock, x))

@@ -7,15 +7,16 @@ their own on the CPU: there the error to float64 must be no larger than stock's 
 from __future__ import annotations
 
 import copy
-import io
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.copies import saved_and_loaded
+from support.counts import saved_bytes
 from support.pairs import pairwise
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import patchconv_native as pc
 
@@ -161,19 +162,15 @@ def unserved_by_stock(case: Case, device: str, dtype: torch.dtype) -> None:
 
 
 @pairwise(
-    ids=name_of,
-    case=OWN_NORMS,
-    dtype=[torch.float32, torch.float64, torch.bfloat16],
-    layout=["contiguous", "channels_last", "sliced"],
-    mode=["train", "eval"],
-)
+    ids=name_of, case=OWN_NORMS, dtype=[torch.float32, torch.float64, torch.bfloat16],
+    layout=["contiguous", "channels_last", "sliced"], mode=["train", "eval"],
+)  # fmt: skip
 def test_norms_are_as_exact_as_stock(device, case, dtype, layout, mode):
     stock, ours = (module.train(mode == "train") for module in pair(case, device, dtype))
     exact = copy.deepcopy(stock).double()
     x = image(case[3], device, dtype, layout)
-    results = [
-        forward_backward(module, x.to(t)) for module, t in ((ours, dtype), (stock, dtype), (exact, torch.float64))
-    ]
+    runs = (ours, dtype), (stock, dtype), (exact, torch.float64)
+    results = [forward_backward(module, x.to(kind)) for module, kind in runs]
     for got, theirs, want in zip(*results, strict=True):
         assert got.shape == theirs.shape and got.dtype == theirs.dtype
         if not got.is_floating_point():
@@ -181,9 +178,8 @@ def test_norms_are_as_exact_as_stock(device, case, dtype, layout, mode):
             continue
         error, stock_error = ((t.double() - want.double()).abs().max().item() for t in (got, theirs))
         unit = torch.finfo(dtype).eps * max(want.abs().max().item(), 1.0)
-        assert error <= 1.1 * stock_error + (64 if dtype == torch.float64 else 4) * unit, (
-            f"{error:.3e}, stock {stock_error:.3e}"
-        )
+        bound = 1.1 * stock_error + (64 if dtype == torch.float64 else 4) * unit
+        assert error <= bound, f"{error:.3e}, stock {stock_error:.3e}"
 
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 6.0, 3.0, -3.0, 1.0, -1.0, 0.1]
@@ -212,22 +208,6 @@ def test_special_values(device, cls, dtype, inplace):
             assert torch.equal(torch.signbit(ours[numbers]), torch.signbit(theirs[numbers]))
 
 
-def kept(module: nn.Module, x: Tensor) -> int:
-    parameters = {p.data_ptr() for p in (*module.parameters(), *module.buffers())}
-    storages: dict[int, int] = {}
-    alive = []
-
-    def pack(t: Tensor) -> Tensor:
-        alive.append(t)
-        if t.data_ptr() not in parameters:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        module(x)
-    return sum(storages.values())
-
-
 BYTES: list[tuple[Case, float]] = [
     ((nn.ReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.ReLU6, (), {"inplace": True}, (2, 8, 16, 16)), 1 / 32),
     ((nn.LeakyReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Hardsigmoid, (), {}, (2, 8, 16, 16)), 1 / 32),
@@ -246,14 +226,15 @@ def test_what_a_layer_keeps(device, case, share):
     """As a share of its input's bytes, to the byte."""
     _, ours = pair(case, device, torch.float32)
     x = image(case[3], device, torch.float32).requires_grad_() * 1
-    assert kept(ours, x) == pytest.approx(share * x.nbytes, abs=0.5)
+    own = (*ours.parameters(), *ours.buffers())
+    assert saved_bytes(lambda: ours(x), own) == pytest.approx(share * x.nbytes, abs=0.5)
 
 
 @pytest.mark.parametrize("device_type", ["cpu"])
 def test_dropout_keeps_its_seed(device_type):
     x = torch.randn(2, 8, 16, 16, requires_grad=True) * 1
     for layer in (nn.Dropout(0.3), nn.Dropout2d(0.3), nn.AlphaDropout(0.3), nn.FeatureAlphaDropout(0.3)):
-        assert kept(pc.convert(layer), x) == 8
+        assert saved_bytes(partial(pc.convert(layer), x)) == 8
 
 
 @pytest.mark.parametrize(
@@ -365,12 +346,8 @@ def test_num_batches_tracked_moves_and_state_dicts_fit(device):
 def test_every_layer_converts_copies_pickles_and_reverts(cls):
     arguments: dict[type, tuple[Any, ...]] = {nn.GroupNorm: (2, 4), nn.Linear: (4, 4), nn.Threshold: (0.1, 0.0)}
     arguments |= {nn.ConstantPad1d: (2, 1.0), nn.ConstantPad2d: (2, 1.0), nn.ConstantPad3d: (2, 1.0)}
-    simple = (
-        "Pool" in cls.__name__
-        or "Pad" in cls.__name__
-        or "Upsampl" in cls.__name__
-        or cls in (nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm)
-    )
+    parts = ("Pool", "Pad", "Upsampl", "LayerNorm", "RMSNorm", "LocalResponseNorm")
+    simple = any(part in cls.__name__ for part in parts)
     numbered = "BatchNorm" in cls.__name__ or "InstanceNorm" in cls.__name__
     args = arguments.get(cls, (2,) if simple else (4,) if numbered else ())
     module = cls(*args)
@@ -378,9 +355,5 @@ def test_every_layer_converts_copies_pickles_and_reverts(cls):
     assert pc.convert(module) is module and type(module) is getattr(pc, cls.__name__) and isinstance(module, cls)
     assert module.state_dict().keys() == before
     assert repr(module) == repr(cls(*args))
-    assert type(copy.deepcopy(module)) is type(module)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer, weights_only=False)) is type(module)
+    assert type(copy.deepcopy(module)) is type(saved_and_loaded(module)) is type(module)
     assert type(pc.revert(module)) is cls

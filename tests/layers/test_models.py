@@ -56,11 +56,8 @@ FAST = """
     deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large fasterrcnn_mobilenet_v3_large_320_fpn r3d_18 s3d mvit
     raft_small
 """
-EVERY = [
-    *model_zoo.TORCHVISION,
-    *map(model_zoo.timm_case, [*model_zoo.TIMM.values(), *model_zoo.TIMM_MORE]),
-    *model_zoo.DIFFUSERS,
-]
+TIMM = [*model_zoo.TIMM.values(), *model_zoo.TIMM_MORE]
+EVERY = [*model_zoo.TORCHVISION, *map(model_zoo.timm_case, TIMM), *model_zoo.DIFFUSERS]
 CASES = [case for case in EVERY if ALL or case.name in {f"torchvision/{name}" for name in FAST.split()}]
 
 FUNCTIONAL = "resnet18 densenet121 googlenet shufflenet_v2_x0_5 mobilenet_v3_small convnext_tiny swin_t raft_small"
@@ -96,9 +93,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
 def without_chance(model: nn.Module) -> nn.Module:
     """Dropout, DropPath and StochasticDepth with probability 0, and what models hand to F.dropout themselves."""
     for module in model.modules():
-        chance = type(module).__name__.startswith(
-            ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "FeatureAlpha")
-        )
+        kinds = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "FeatureAlpha")
+        chance = type(module).__name__.startswith(kinds)
         for name in ("p", "drop_prob", "drop_rate", "dropout", "attn_drop", "drop_path"):
             if isinstance(vars(module).get(name), float) and (chance or name != "p"):
                 setattr(module, name, 0.0)
@@ -128,11 +124,8 @@ def train(model: nn.Module, inputs: Inputs, seed: int) -> Values:
     outputs = forward(model, inputs, seed)
     values = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
     torch.manual_seed(seed + 1)
-    weighted = [
-        (t * torch.randn(t.shape, dtype=torch.float32).to(t.dtype)).sum() / t.numel() ** 0.5
-        for t in outputs
-        if t.requires_grad and t.numel()
-    ]
+    used = [t for t in outputs if t.requires_grad and t.numel()]
+    weighted = [(t * torch.randn(t.shape, dtype=torch.float32).to(t.dtype)).sum() / t.numel() ** 0.5 for t in used]
     torch.stack(weighted).sum().backward()
     parameters = dict(model.named_parameters())
     values |= {f"gradient of {name}": p.grad for name, p in parameters.items() if p.grad is not None}
@@ -200,9 +193,8 @@ class Trial:
                     for p in model.parameters():
                         p.copy_(change(p))
                 found = train(model, changed(self.inputs, change), self.seed)
-                self._jitter.append(
-                    {name: distance(found.get(name, t.new_empty(0)), t) for name, t in self.double.items()}
-                )
+                off = {name: distance(found.get(name, t.new_empty(0)), t) for name, t in self.double.items()}
+                self._jitter.append(off)
             yield self._jitter[i]
 
     def judge(self, ours: Values) -> dict[str, str]:

@@ -1,17 +1,14 @@
-"""pc.Conv1d ... pc.ConvTranspose3d are torch's modules: constructor, attributes, state, copies, hooks,
-numbers.
-"""
+"""pc.Conv1d ... pc.ConvTranspose3d are torch's modules: constructor, attributes, state, copies, numbers."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
-import pickle
 
 import numpy as np
 import pytest
 import torch
+from support.copies import COPIES
+from support.gradients import graded
 from torch import nn
 
 import patchconv_native as pc
@@ -52,8 +49,7 @@ def test_constructor_takes_all_that_torch_takes(name):
         assert ours[key].kind == parameter.kind, key
     extra = set(ours) - set(stock)
     assert extra == {"splits"}
-    assert ours["splits"].default is None
-    assert ours["splits"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert ours["splits"].default is None and ours["splits"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @ALL
@@ -69,11 +65,11 @@ def test_is_a_subclass_with_the_same_attributes(name):
 
 @ALL
 def test_initialisation_is_that_of_torch(name):
-    torch.manual_seed(3)
-    ours = make(name)
-    torch.manual_seed(3)
-    stock = getattr(nn, name)(4, 6, 3)
-    assert torch.equal(ours.weight, stock.weight) and torch.equal(ours.bias, stock.bias)
+    made = []
+    for kind in (getattr(pc, name), getattr(nn, name)):
+        torch.manual_seed(3)
+        made.append(kind(4, 6, 3))
+    assert all(map(torch.equal, *(layer.parameters() for layer in made)))
 
 
 @ALL
@@ -108,14 +104,9 @@ def test_forward_and_backward_are_those_of_torch(device, name, splits):
     layer = make(name, 4, 6, 3, stride=2, padding=1, dilation=2, groups=2, splits=splits, device=device).double()
     stock = stock_like(layer, 4, 6, 3, stride=2, padding=1, dilation=2, groups=2)
     x = image(name, device).double().requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    ours, expected = layer(x), stock(y)
+    found = graded(layer, x)
     assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
-    torch.testing.assert_close(ours, expected)
-    ours.square().sum().backward()
-    expected.square().sum().backward()
-    for got, want in ((x, y), (layer.weight, stock.weight), (layer.bias, stock.bias)):
-        torch.testing.assert_close(got.grad, want.grad)
+    torch.testing.assert_close(found, graded(stock, x))
 
 
 @CONV
@@ -143,44 +134,15 @@ def test_transposed_takes_an_output_size(device, name, size, splits):
 
 
 @ALL
-@pytest.mark.parametrize("splits", [None, 2])
-def test_unbatched(device, name, splits):
-    layer = make(name, splits=splits, device=device)
-    x = image(name, device)[0]
-    y = layer(x)
-    assert y.dim() == x.dim()
-    torch.testing.assert_close(y, stock_like(layer)(x))
-
-
-@ALL
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))],
-    ids=["deepcopy", "copy", "pickle"],
-)
+@pytest.mark.parametrize("copied", ["deepcopy", "copy", "save", "pickle 2"])
 def test_copies(device, name, copied):
     layer = make(name, splits=3, device=device)
     x = image(name, device)
     expected = layer(x)
-    other = copied(layer)
+    other = COPIES[copied](layer)
     assert type(other) is type(layer) and other.splits == 3 and other is not layer
     assert torch.equal(other(x), expected)
     assert pc.last_path()["path"] == "tiled"
-
-
-@ALL
-def test_torch_save_and_load(tmp_path, name):
-    layer = make(name, splits=2)
-    stream = io.BytesIO()
-    torch.save(layer, stream)
-    stream.seek(0)
-    other = torch.load(stream, weights_only=False)
-    x = image(name)
-    assert torch.equal(other(x), layer(x)) and other.splits == 2
-    torch.save(layer.state_dict(), tmp_path / "state.pt")
-    fresh = getattr(nn, name)(4, 6, 3)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    torch.testing.assert_close(fresh(x), layer(x))
 
 
 @ALL
@@ -235,24 +197,9 @@ def test_parametrizations(device, name, norm):
     stock.load_state_dict(layer.state_dict())
     layer.eval(), stock.eval()
     x = image(name, device).double()
-    ours, expected = layer(x), stock(x)
+    found = graded(layer, x)
     assert pc.last_path()["path"] == "tiled"
-    torch.testing.assert_close(ours, expected)
-    ours.sum().backward()
-    expected.sum().backward()
-    for (key, got), (_, want) in zip(layer.named_parameters(), stock.named_parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, msg=lambda text, key=key: f"{key}: {text}")
-
-
-def test_hooks_run(device):
-    layer = make("Conv2d", splits=2, device=device)
-    seen: list[str] = []
-    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
-    layer.register_forward_hook(lambda *_: seen.append("forward"))
-    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
-    layer.weight.register_hook(lambda grad: seen.append("weight"))
-    layer(image("Conv2d", device).requires_grad_()).sum().backward()
-    assert seen[:2] == ["pre", "forward"] and set(seen[2:]) == {"backward", "weight"}
+    torch.testing.assert_close(found, graded(stock, x))
 
 
 def test_a_tied_weight_gets_both_gradients(device):
@@ -277,28 +224,3 @@ def test_moves_and_casts(name):
     assert make(name, 4, 6, 3, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
     meta = getattr(pc, name)(4, 6, 3, device="meta", splits=2)
     assert meta(image(name).to("meta")).shape == layer(image(name).double()).shape
-
-
-def test_channels_last_weights(device):
-    layer = make("Conv2d", splits=2, device=device).to(memory_format=torch.channels_last)
-    x = image("Conv2d", device).contiguous(memory_format=torch.channels_last)
-    y = layer(x)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(y, stock_like(layer)(x))
-
-
-def test_requires_grad_and_no_grad(device):
-    layer = make("Conv2d", splits=2, device=device).requires_grad_(False)
-    x = image("Conv2d", device)
-    assert not layer(x).requires_grad
-    assert layer(x.requires_grad_()).requires_grad
-
-
-def test_zero_output_channels_like_torch():
-    for kind in (nn, pc):
-        with pytest.raises(ValueError, match="must be divisible by groups"):
-            kind.Conv2d(4, 6, 3, groups=3)
-        with pytest.raises(ValueError, match="padding_mode must be one of"):
-            kind.Conv2d(4, 6, 3, padding_mode="mirror")
-        with pytest.raises(ValueError, match="padding='same' is not supported for strided"):
-            kind.Conv2d(4, 6, 3, stride=2, padding="same")

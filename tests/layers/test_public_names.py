@@ -30,10 +30,10 @@ prelu relu relu6 rms_norm selu sigmoid silu softplus tanh threshold
 NAMES = {
     "patchconv_native": f"""
         {LAYERS}
-        BudgetError BuildMismatchError CheckpointFunction ConvertReport Explanation Frontier NotBuiltError Plan backend
-        build_info checkpoint checkpoint_modules checkpoint_sequential convert convert_model convert_report explain
-        functional last_path lean lean_functional max_batch max_size memory microbatch microbatch_modules plan recompute
-        record_paths revert workspace_limit
+        BudgetError BuildMismatchError CheckpointFunction ConvertReport Explanation Frontier NotBuiltError NotServed
+        Plan TilePlan backend build_info checkpoint checkpoint_modules checkpoint_sequential convert convert_model
+        convert_report explain functional last_path lean lean_functional max_batch max_size memory microbatch
+        microbatch_modules plan recompute record_paths revert tile tile_modules tile_plan workspace_limit
     """,
     "patchconv_native.functional": f"""
         {LEAN_FUNCTIONS}

@@ -35,7 +35,6 @@ def test_parse(text: int | str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "1 PiB", "-1MiB", "1.MiB", "1e3", True, 1.5, None])
 def test_parse_refuses(text: object) -> None:
-    with pytest.raises(
-        ValueError, match=r"^here: expected a number of bytes such as 67108864, '64MiB' or '1\.5GiB', got "
-    ):
+    said = r"^here: expected a number of bytes such as 67108864, '64MiB' or '1\.5GiB', got "
+    with pytest.raises(ValueError, match=said):
         parse_bytes(text, "here")  # type: ignore[arg-type]

@@ -16,16 +16,6 @@ from patchconv_native import memory
 from patchconv_native.memory import MemoryReport, chart, compare, views
 
 
-@pytest.fixture(params=memory_traces.TRACES)
-def report(request: pytest.FixtureRequest) -> MemoryReport:
-    return MemoryReport(memory_traces.TRACES[request.param]())
-
-
-@pytest.fixture
-def resnet() -> MemoryReport:
-    return MemoryReport(memory_traces.resnet())
-
-
 class TestChart:
     @pytest.mark.parametrize(
         ("span", "found"),
@@ -45,9 +35,8 @@ class TestChart:
         for band in found:
             if band.lane:
                 around = [one for one in found if one.lane == band.lane - 1 and band.name.startswith(one.name + ".")]
-                assert any(
-                    one.stretch.start <= band.stretch.start and band.stretch.stop <= one.stretch.stop for one in around
-                )
+                stay = band.stretch
+                assert any(one.stretch.start <= stay.start and stay.stop <= one.stretch.stop for one in around)
                 assert {one.colour for one in around} == {band.colour}
 
     def test_a_wrapper_is_looked_into(self, resnet: MemoryReport) -> None:
@@ -145,11 +134,8 @@ class TestFigures:
 
 class TestComparison:
     def runs(self) -> dict[str, MemoryReport]:
-        return {
-            "stock": MemoryReport(memory_traces.resnet()),
-            "half|`*": MemoryReport(memory_traces.resnet(0.5)),
-            "too large": MemoryReport(memory_traces.resnet(error=OUT_OF_MEMORY)),
-        }
+        traces = {"stock": {}, "half|`*": {"scale": 0.5}, "too large": {"error": OUT_OF_MEMORY}}
+        return {name: MemoryReport(memory_traces.resnet(**options)) for name, options in traces.items()}
 
     def test_table(self) -> None:
         runs = self.runs()

@@ -49,11 +49,6 @@ class Reader(HTMLParser):
         return [attributes for tag, attributes in self.tags if tag == "tr" and "data-depth" in attributes]
 
 
-@pytest.fixture(params=memory_traces.TRACES)
-def trace(request: pytest.FixtureRequest) -> Trace:
-    return memory_traces.TRACES[request.param]()
-
-
 class TestText:
     def test_nothing_comes_from_elsewhere(self, trace: Trace) -> None:
         """No attribute names a resource, no style or script loads one; the only names of places are of namespaces."""
@@ -161,26 +156,22 @@ class TestScript:
         assert len(found) == 2 and "missing is not defined" in found[0] and "also is not defined" in found[1]
 
     def test_it_runs(self, trace: Trace) -> None:
-        found = self.run(
-            trace,
-            """out.rows = rows().length; out.shown = shown().length; out.broken = window.broken || 0;
+        script = """out.rows = rows().length; out.shown = shown().length; out.broken = window.broken || 0;
             point(0.5); out.readout = !readout.hidden; if (head("saved")) sort("saved");
-            out.loaded = performance.getEntriesByType("resource").length""",
-        )
+            out.loaded = performance.getEntriesByType("resource").length"""
+        found = self.run(trace, script)
         assert found["rows"] == found["shown"] == len(trace.modules) <= OPEN_ROWS
         assert found["broken"] == found["loaded"] == 0
         assert found["readout"] == bool(trace.curve)
 
     def test_collapsing(self) -> None:
         trace = memory_traces.resnet()
-        found = self.run(
-            trace,
-            """out.all = names(shown()); twist("layer1.0"); out.one = names(shown());
+        script = """out.all = names(shown()); twist("layer1.0"); out.one = names(shown());
             twist("layer1"); out.two = names(shown()); out.said = row("layer1").querySelector(".twist")
               .getAttribute("aria-expanded"); twist("layer1"); out.again = names(shown());
             document.getElementById("close").click(); out.closed = names(shown());
-            document.getElementById("open").click(); out.open = names(shown())""",
-        )
+            document.getElementById("open").click(); out.open = names(shown())"""
+        found = self.run(trace, script)
         every = [facts.name for facts in trace.modules]
         assert found["all"] == found["open"] == every
         assert found["one"] == found["again"] == [name for name in every if not name.startswith("layer1.0.")]
@@ -190,13 +181,11 @@ class TestScript:
 
     def test_sorting(self) -> None:
         trace = memory_traces.resnet()
-        found = self.run(
-            trace,
-            """sort("saved"); out.down = names(rows()); out.said = head("saved").getAttribute("aria-sort");
+        script = """sort("saved"); out.down = names(rows()); out.said = head("saved").getAttribute("aria-sort");
             sort("saved"); out.up = names(rows()); sort("saved"); out.none = names(rows());
             sort("type"); out.type = names(rows()); out.others = head("saved").getAttribute("aria-sort");
-            sort("module"); out.module = names(rows())""",
-        )
+            sort("module"); out.module = names(rows())"""
+        found = self.run(trace, script)
         every = [facts.name for facts in trace.modules]
         facts = {one.name: one for one in trace.modules}
         inside = [name for name in every if name and "." not in name]
@@ -217,17 +206,13 @@ class TestScript:
             for name in every[1:]:  # a module stays inside of its own
                 parent = name.rpartition(".")[0]
                 before = order[: order.index(name)]
-                assert parent in before and all(
-                    one == parent or one.startswith(f"{parent}." if parent else "")
-                    for one in before[before.index(parent) :]
-                )
+                since, inside = before[before.index(parent) + 1 :], f"{parent}." if parent else ""
+                assert parent in before and all(one.startswith(inside) for one in since)
 
     def test_finding(self) -> None:
-        found = self.run(
-            memory_traces.resnet(),
-            """find("LAYER2.1.conv"); out.name = names(shown()); find("maxpool2d"); out.type = names(shown());
-            find("nothing at all"); out.nothing = names(shown()); find(""); out.all = shown().length""",
-        )
+        script = """find("LAYER2.1.conv"); out.name = names(shown()); find("maxpool2d"); out.type = names(shown());
+            find("nothing at all"); out.nothing = names(shown()); find(""); out.all = shown().length"""
+        found = self.run(memory_traces.resnet(), script)
         assert found["name"] == ["", "layer2", "layer2.1", "layer2.1.conv1", "layer2.1.conv2"]
         assert found["type"] == ["", "maxpool"]
         assert found["nothing"] == [] and found["all"] == 59
@@ -237,16 +222,14 @@ class TestScript:
         stay = next(one for one in trace.modules if one.name == "layer1.0.conv2").stretches[0]
         now = stay.start + (stay.stop - stay.start) / 4
         count = [count for time, count in trace.curve if time <= now][-1]
-        found = self.run(
-            trace,
-            f"""out.before = readout.offsetWidth; point({now / trace.duration}); out.text = readout.innerText;
+        script = f"""out.before = readout.offsetWidth; point({now / trace.duration}); out.text = readout.innerText;
             const box = readout.getBoundingClientRect(), whole = svg.parentElement.getBoundingClientRect();
             out.inside = box.left >= whole.left && box.right <= whole.right && box.height > 40;
             point(0.999); const far = readout.getBoundingClientRect(); out.far = far.right <= whole.right;
             out.optimizer = readout.innerText;
             svg.dispatchEvent(new PointerEvent("pointerleave")); out.after = readout.offsetWidth;
-            svg.dispatchEvent(new KeyboardEvent("keydown", {{ key: "ArrowLeft" }})); out.key = readout.offsetWidth""",
-        )
+            svg.dispatchEvent(new KeyboardEvent("keydown", {{ key: "ArrowLeft" }})); out.key = readout.offsetWidth"""
+        found = self.run(trace, script)
         lines = found["text"].split("\n")
         assert lines[0] == format_bytes(count) and lines[2:] == ["layer1.0.conv2", "Conv2d, forward"]
         assert float(lines[1].split()[0]) == pytest.approx(now * 1e3, abs=0.2) and lines[1].endswith("ms")
@@ -254,23 +237,19 @@ class TestScript:
         assert found["before"] == found["after"] == 0 < found["key"]
 
     def test_pointing_at_a_row_marks_its_stretches(self) -> None:
-        found = self.run(
-            memory_traces.resnet(),
-            """const marks = function () { return document.querySelectorAll("#marked rect").length; };
+        script = """const marks = function () { return document.querySelectorAll("#marked rect").length; };
             out.none = marks(); row("layer2.0").dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
             out.some = marks(); document.querySelector("#tree tbody").dispatchEvent(new PointerEvent("pointerleave"));
-            out.left = marks()""",
-        )
+            out.left = marks()"""
+        found = self.run(memory_traces.resnet(), script)
         assert (found["none"], found["some"], found["left"]) == (0, 2, 0)
 
     def test_a_huge_tree_is_shown_closed(self) -> None:
         trace = memory_traces.huge()
-        found = self.run(
-            trace,
-            """out.rows = rows().length; out.shown = names(shown()); const start = performance.now(); sort("saved");
-            document.getElementById("open").click(); point(0.3); out.took = performance.now() - start;
-            out.open = shown().length""",
-        )
+        script = """out.rows = rows().length; out.shown = names(shown()); const start = performance.now();
+            sort("saved"); document.getElementById("open").click(); point(0.3); out.took = performance.now() - start;
+            out.open = shown().length"""
+        found = self.run(trace, script)
         top = [facts.name for facts in trace.modules if "." not in facts.name]
         assert found["rows"] == found["open"] == 2000 and sorted(found["shown"]) == sorted(top)
         assert found["took"] < 5000

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import memory_traces, processes
+from support import memory_traces
 from support.memory_traces import HOSTILE, MIB, OUT_OF_MEMORY
 
 from patchconv_native import memory
@@ -19,16 +19,6 @@ from patchconv_native._bytes import format_bytes
 from patchconv_native.memory import MemoryReport, labels, views
 from patchconv_native.memory.report import LOG
 from patchconv_native.memory.views import ROWS
-
-
-@pytest.fixture(params=memory_traces.TRACES)
-def report(request: pytest.FixtureRequest) -> MemoryReport:
-    return MemoryReport(memory_traces.TRACES[request.param]())
-
-
-@pytest.fixture
-def resnet() -> MemoryReport:
-    return MemoryReport(memory_traces.resnet())
 
 
 class TestViews:
@@ -150,9 +140,8 @@ class TestText:
 
     def test_unfinished(self) -> None:
         text = str(MemoryReport(memory_traces.resnet(error=OUT_OF_MEMORY)))
-        assert (
-            "not finished: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 49.00 MiB. <GPU 0>\n" in text
-        )
+        error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 49.00 MiB. <GPU 0>"
+        assert f"not finished: {error}\n" in text
         assert "as far as it came" in text and "\nafter " not in text
 
     def test_a_fake_one_with_autocast(self, resnet: MemoryReport) -> None:
@@ -242,9 +231,8 @@ class TestFiles:
         assert all(tuple(row) == LOG for row in rows)
         for facts in trace.modules:
             mine = [row for row in rows if row["module"] == (facts.name or "(model)") and row["type"] == facts.type]
-            assert [int(row["peak"]) for row in mine] == [
-                s.peak for s in sorted(facts.stretches, key=lambda s: s.start)
-            ]
+            stretches = sorted(facts.stretches, key=lambda one: one.start)
+            assert [int(row["peak"]) for row in mine] == [one.peak for one in stretches]
             assert all(int(row["rise"]) == int(row["peak"]) - int(row["before"]) for row in mine)
             assert {int(row["saved"]) for row in mine} <= {facts.saved}
             for phase in ("forward", "backward", "recompute"):
@@ -275,12 +263,3 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"one of \.json, \.csv, \.md, \.html, \.png, \.svg, \.pdf"):
             resnet.save(tmp_path / name)
         assert not list(tmp_path.iterdir())
-
-
-def loaded_modules() -> set[str]:
-    return set(sys.modules)
-
-
-def test_importing_loads_neither_rich_nor_matplotlib() -> None:
-    """The server of forked processes has imported the package."""
-    assert not processes.run(loaded_modules) & {"rich", "matplotlib"}

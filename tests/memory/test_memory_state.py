@@ -1,5 +1,4 @@
-"""A trace or a plan leaves nothing behind: not in the model, the optimizer or the caller's tensors, and no fake tensor
-anywhere."""
+"""A trace or a plan leaves nothing behind: not in model, optimizer or the caller's tensors, and no fake tensor."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from support.modules import Made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -99,9 +99,8 @@ def test_an_optimizer_is_the_same_object_as_before() -> None:
     assert {id(p): id(s) for p, s in optimizer.state.items()} == states
     assert {id(p): s["exp_avg"].data_ptr() for p, s in optimizer.state.items()} == tensors
     torch.testing.assert_close(optimizer.state_dict(), want, rtol=0, atol=0)
-    with pytest.raises(
-        ValueError, match="expected optimizer to be a function of the parameters with fake=True, got Adam"
-    ):
+    text = "expected optimizer to be a function of the parameters with fake=True, got Adam"
+    with pytest.raises(ValueError, match=text):
         trace(model, x, optimizer=optimizer, fake=True)
 
 
@@ -130,19 +129,14 @@ def test_hooks_from_outside_go_on_working() -> None:
 
 
 def test_errors_of_in_place_changes_stay() -> None:
-    class Wrong(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.sigmoid(self.line(x))
-            z = y * 2
-            y.add_(1)
-            return z
+    def forward(module: Made, x: Tensor) -> Tensor:
+        y = torch.sigmoid(module.line(x))
+        z = y * 2
+        y.add_(1)
+        return z
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        trace(Wrong(), torch.randn(4, 8))
+        trace(Made(forward, line=nn.Linear(8, 8)), torch.randn(4, 8))
 
 
 def test_autocast_from_outside() -> None:
@@ -159,31 +153,15 @@ def test_outputs_of_many_kinds() -> None:
         first: Tensor
         rest: list[Tensor]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Output:
-            y = self.line(x)
-            return Output(y, [y * 2, x])
-
-    assert trace(Model(), torch.randn(4, 8)).trace.after["gradients"] > 0
+    model = Made(lambda m, x: Output(y := m.line(x), [y * 2, x]), line=nn.Linear(8, 8))
+    assert trace(model, torch.randn(4, 8)).trace.after["gradients"] > 0
 
 
 def test_a_module_in_two_places() -> None:
     """What it saves is of the one that called it."""
-
-    class Part(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.sigmoid(self.inner(x))
-
     inner = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
-    report = trace(nn.Sequential(Part(inner), Part(inner)), torch.randn(16, 64, requires_grad=True))
+    parts = [Made(lambda m, x: torch.sigmoid(m.inner(x)), inner=inner) for _ in range(2)]
+    report = trace(nn.Sequential(*parts), torch.randn(16, 64, requires_grad=True))
     assert report.module("0").saved == report.module("1").saved + 16 * 64 * 4, "and the first one the input"
 
 
@@ -200,21 +178,15 @@ def test_what_cannot_be_predicted_is_named() -> None:
         pc.plan(nn.LSTM(8, 8), torch.randn(3, 2, 8), budget="1GiB", loss=lambda y: y[0].sum())
 
 
-class Doubles(nn.Module):
-    """Of many saved tensors: a loop of tanh."""
+def stack() -> nn.Sequential:
+    """Of many saved tensors: loops of tanh."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(module: Made, x: Tensor) -> Tensor:
         for _ in range(4):
-            x = torch.tanh(self.line(x))
+            x = torch.tanh(module.line(x))
         return x
 
-
-def stack() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(Doubles(), nn.Identity()) for _ in range(3)))
+    return nn.Sequential(*(nn.Sequential(Made(forward, line=nn.Linear(64, 64)), nn.Identity()) for _ in range(3)))
 
 
 def test_checkpoints_from_before_stay() -> None:
@@ -229,31 +201,20 @@ def test_checkpoints_from_before_stay() -> None:
     assert trace(model, x).peak == pytest.approx(before, rel=1e-3)
 
 
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+def pairs() -> nn.Sequential:
+    """Blocks that hand on two tensors."""
 
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, y = pair
-        return F.gelu(self.norm(self.conv(x))), y + x
+    def forward(module: Made, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return F.gelu(module.norm(module.conv(pair[0]))), pair[1] + pair[0]
 
-
-class OfPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Pairs() for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        pair = (x, x)
-        for block in self.blocks:
-            pair = block(pair)
-        return pair[0] * pair[1]
+    blocks = [Made(forward, conv=nn.Conv2d(8, 8, 3, padding=1), norm=nn.BatchNorm2d(8)) for _ in range(4)]
+    ends = Made(lambda m, x: (x, x)), Made(lambda m, pair: pair[0] * pair[1])
+    return nn.Sequential(ends[0], nn.Sequential(*blocks), ends[1])
 
 
-@pytest.mark.parametrize("make", [OfPairs, stack], ids=["pairs", "stack"])
+@pytest.mark.parametrize("make", [pairs, stack])
 def test_the_frontiers_plans_are_found_by_their_budgets(make: Callable[[], nn.Module]) -> None:
-    x = torch.randn(2, 8, 64, 64) if make is OfPairs else torch.randn(512, 64)
+    x = torch.randn(2, 8, 64, 64) if make is pairs else torch.randn(512, 64)
     model = make()
     plans = pc.plan(model, x, frontier=True).plans
     for one in (plans[0], plans[-1]):

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.counts import saved_bytes
+from support.errors import raises
+from support.modules import Made
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native.memory import trace
+from patchconv_native.memory import timeline, trace
 from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.memory.sizes import total
 
@@ -111,15 +113,8 @@ def test_backward_belongs_to_the_module_that_made_the_node() -> None:
 
 
 def test_a_module_that_is_called_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(2, 2, 3, padding=1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(torch.tanh(self.conv(x)))
-
-    stretches = trace(Twice(), torch.randn(1, 2, 8, 8)).module("conv").stretches
+    twice = Made(lambda m, x: m.conv(torch.tanh(m.conv(x))), conv=nn.Conv2d(2, 2, 3, padding=1))
+    stretches = trace(twice, torch.randn(1, 2, 8, 8)).module("conv").stretches
     assert [s.phase for s in stretches] == ["forward", "forward", "backward", "backward"]
 
 
@@ -140,12 +135,9 @@ def test_nested_checkpoints_of_lean_code() -> None:
     model, x = residual(), torch.randn(2, 3, 32, 32)
     want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     outer = nn.Sequential(model[:3], nn.Sequential(*model[3:5]), model[5:])
-    pc.convert(
-        pc.checkpoint_modules(outer, lambda name, module: name == "1" or isinstance(module, Block)), functional=True
-    )
-    got = torch.autograd.grad(outer(x).sum(), list(model.parameters()))
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other)
+    pc.checkpoint_modules(outer, lambda name, module: name == "1" or isinstance(module, Block))
+    pc.convert(outer, functional=True)
+    torch.testing.assert_close(torch.autograd.grad(outer(x).sum(), list(model.parameters())), want)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -191,36 +183,22 @@ def test_without_gradients() -> None:
 
 
 def test_autocast_and_keywords() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 3)
-
-        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-            return {"y": self.conv(x) * scale}
-
-    x, scale = torch.randn(1, 3, 32, 32), torch.rand(())
-    full = trace(Model(), x, kwargs={"scale": scale}, loss=lambda out: out["y"].sum())
-    half = trace(Model(), x, kwargs={"scale": scale}, loss=lambda out: out["y"].sum(), amp=torch.bfloat16)
+    model = Made(lambda m, x, *, scale: {"y": m.conv(x) * scale}, conv=nn.Conv2d(3, 8, 3))
+    x, step = torch.randn(1, 3, 32, 32), {"kwargs": {"scale": torch.rand(())}, "loss": lambda out: out["y"].sum()}
+    full, half = trace(model, x, **step), trace(model, x, **step, amp=torch.bfloat16)
     assert half.trace.amp == "bfloat16" and full.trace.amp is None
     assert half.saved < full.saved
-
-
-class Fails(nn.Module):
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-        self.norm = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm(x)
-        raise self.error
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), KeyError("x")])
 def test_errors_pass_with_the_report_so_far(error: Exception) -> None:
     """A step that runs out of memory says so, and what it had until then is not lost."""
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), Fails(error))
+
+    def fail(module: Made, x: Tensor) -> Tensor:
+        module.norm(x)
+        raise error
+
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), Made(fail, norm=nn.BatchNorm2d(3)))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(type(error)) as raised:
         trace(model, torch.randn(1, 3, 64, 64))
@@ -235,30 +213,21 @@ def test_errors_pass_with_the_report_so_far(error: Exception) -> None:
 
 def test_what_is_refused() -> None:
     model, x = small(), torch.randn(1, 3, 16, 16)
-    with pytest.raises(TypeError, match=r"expected model to be a torch\.nn\.Module, got int"):
-        trace(3, x)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected amp to be a dtype"):
-        trace(model, x, amp="bfloat16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected device to be the model's, cpu, or fake=True, got cuda"):
-        trace(model, x, device="cuda")
-    with pytest.raises(ValueError, match="expected device to be a CPU or a CUDA device, got meta"):
-        trace(model, x, device="meta")
-    with pytest.raises(ValueError, match="expected fake=True with tensors on the meta device"):
-        trace(model, x.to("meta"))
-    with pytest.raises(ValueError, match="expected snapshot only for a real step on CUDA"):
-        trace(model, x, snapshot="s.pickle")
-    with pytest.raises(ValueError, match="expected an output that requires a gradient, or train=False"):
-        trace(model.requires_grad_(False), x)
+    raises(TypeError, {
+        r"expected model to be a torch\.nn\.Module, got int": lambda: trace(3, x),
+        "expected amp to be a dtype": lambda: trace(model, x, amp="bfloat16"),
+    })  # fmt: skip
+    raises(ValueError, {
+        "expected device to be the model's, cpu, or fake=True, got cuda": lambda: trace(model, x, device="cuda"),
+        "expected device to be a CPU or a CUDA device, got meta": lambda: trace(model, x, device="meta"),
+        "expected fake=True with tensors on the meta device": lambda: trace(model, x.to("meta")),
+        "expected snapshot only for a real step on CUDA": lambda: trace(model, x, snapshot="s.pickle"),
+        "expected an output that requires a gradient, or train=False": lambda: trace(model.requires_grad_(False), x),
+    })  # fmt: skip
     with torch.profiler.profile(), pytest.raises(RuntimeError, match=r"torch\.profiler is running"):
         trace(small(), x)
-
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            trace(small(), x)
-            return x
-
     with pytest.raises(RuntimeError, match="running already"):
-        trace(Inner(), x)
+        trace(Made(lambda m, x: trace(small(), x)), x)
 
 
 def decoder() -> nn.Sequential:
@@ -292,20 +261,25 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+def both(form: str, model: nn.Module, x: Tensor, last: bool, **step: Any) -> list[Any]:
+    """What was measured, and what was predicted with fake tensors: the peak within 5 %, the same bytes saved."""
+    model = FORMS[form](model)
+    if last and x.dim() == 4:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    real, fake = trace(model, x, **step), trace(model, x, **step, fake=True)
+    assert fake.saved == real.saved
+    assert fake.peak == pytest.approx(real.peak, rel=0.05)
+    return [real.trace, fake.trace]
+
+
 @pytest.mark.parametrize("form", ["stock", "convert", "functional"])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_predictions(name: str, last: bool, form: str) -> None:
-    """With fake tensors the peak is within 5 % of the measured one, and the bytes saved are the same."""
     make, shape = MODELS[name]
-    model, x = FORMS[form](make()), torch.randn(shape)
-    if last and x.dim() == 4:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    real, fake = trace(model, x, optimizer=torch.optim.SGD), trace(model, x, optimizer=torch.optim.SGD, fake=True)
-    assert fake.saved == real.saved
-    assert fake.peak == pytest.approx(real.peak, rel=0.05)
-    assert fake.trace.static == real.trace.static and fake.trace.after == real.trace.after
-    assert [m.name for m in fake.trace.modules] == [m.name for m in real.trace.modules]
+    real, fake = both(form, make(), torch.randn(shape), last, optimizer=torch.optim.SGD)
+    assert fake.static == real.static and fake.after == real.after
+    assert [m.name for m in fake.modules] == [m.name for m in real.modules]
 
 
 TORCHVISION = [
@@ -319,41 +293,32 @@ TORCHVISION = [
 @pytest.mark.parametrize(("name", "form", "last"), TORCHVISION)
 def test_predictions_of_known_models(name: str, form: str, last: bool) -> None:
     models = pytest.importorskip("torchvision.models")
-    model, x = FORMS[form](getattr(models, name)(weights=None)), torch.randn(2, 3, 128, 128)
-    if last:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    real, fake = trace(model, x), trace(model, x, fake=True)
-    assert fake.saved == real.saved
-    assert fake.peak == pytest.approx(real.peak, rel=0.05)
-
-
-class Constants(nn.Module):
-    """torch.tensor() makes a real tensor for as long as it takes to copy it into a fake one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for i in range(100):
-            kept.append(x * torch.tensor(i + 0.5))
-        return torch.stack(kept)
+    both(form, getattr(models, name)(weights=None), torch.randn(2, 3, 128, 128), last)
 
 
 def test_a_passing_constant_hides_no_memory() -> None:
-    """Its storage's address can be the next fake storage's, which counts all the same."""
+    """torch.tensor() makes a real tensor for as long as it takes to copy it into a fake one. Its storage's address can
+    be the next fake storage's, which counts all the same.
+    """
+    constants = Made(lambda m, x: torch.stack([x * torch.tensor(i + 0.5) for i in range(100)]))
     x = torch.randn(1000)
-    found = {trace(Constants(), x, fake=True, train=False).peak for _ in range(5)}
-    assert found == {trace(Constants(), x, train=False).peak}
+    found = {trace(constants, x, fake=True, train=False).peak for _ in range(5)}
+    assert found == {trace(constants, x, train=False).peak}
 
 
 def test_a_prediction_takes_no_memory_and_leaves_the_model() -> None:
     model = residual()
-    own = {name: (id(t), t.data_ptr(), t._version) for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+    def facts() -> Any:
+        return {n: (id(t), t.data_ptr(), t._version) for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+    own = facts()
     x = torch.empty(64, 3, 4096, 4096, device="meta")
     before = torch.get_rng_state()
     report = trace(model, x, fake=True)
     assert report.peak > 500 * 2**30 and report.trace.clock == "operators"
     assert report.trace.static["inputs"] == 64 * 3 * 4096**2 * 4
-    now = {name: (id(t), t.data_ptr(), t._version) for name, t in (*model.named_parameters(), *model.named_buffers())}
-    assert now == own and torch.equal(before, torch.get_rng_state())
+    assert facts() == own and torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert report.trace.work["flops"] > 64 * 4096**2 * 3 * 16 * 9 * 2
 
@@ -390,6 +355,14 @@ def test_the_curve() -> None:
     assert sum(held.bytes for held in report.trace.peak.held) == report.peak
     left = report.trace.curve[-1][1] - sum(report.trace.after.values())
     assert 0 <= left < 4096, "what is left is gradients"
+
+
+def test_what_other_threads_release_counts_once() -> None:
+    """A block that is given out a second time was released where nobody watched."""
+    given = {"kind": [timeline.MEMORY] * 4, "time": [0, 1, 2, 3], "bytes": [100, 60, 100, -100], "id": [1, 2, 1, 1]}
+    found = timeline.timeline(given | {"op": [0] * 4, "names": [""]}, 0, [], 1.0, {})
+    assert [bytes for _, bytes in found.curve] == [0, 100, 160, 160, 60]
+    assert found.peak.bytes == 160 == sum(held.bytes for held in found.peak.held)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,12 +1,11 @@
-"""autocast: the convolutions run in the lower precision where torch's own do, and gradients come back in
-float32.
-"""
+"""autocast: the convolutions run in the lower precision where torch's own do, and gradients come back in float32."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.gradients import graded
 from support.pairs import pairwise
 
 import patchconv_native as pc
@@ -47,19 +46,6 @@ def near(ours: torch.Tensor, stock: torch.Tensor, exact: torch.Tensor, dtype: to
     assert error <= 1.1 * allowed + torch.finfo(dtype).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@DTYPES
-def test_modules_return_the_lower_precision(device, name, dtype):
-    dims = int(name[-2])
-    kind = name.replace("conv_transpose", "ConvTranspose").replace("conv", "Conv")
-    layer = getattr(pc, kind)(4, 6, 3, splits=2, device=device)
-    with torch.autocast(device, dtype):
-        y = layer(torch.randn(2, 4, *[9] * dims, device=device))
-    assert y.dtype == dtype and pc.last_path()["path"] == "tiled"
-    y.float().sum().backward()
-    assert layer.weight.grad.dtype == torch.float32
-
-
 @DTYPES
 def test_mixed_inputs(device, dtype):
     """Half inputs and float32 weights meet, as after an earlier autocast layer."""
@@ -72,31 +58,24 @@ def test_mixed_inputs(device, dtype):
     torch.testing.assert_close(y, expected, rtol=2 * unit, atol=8 * unit)
 
 
-def test_float64_is_left_as_torch_leaves_it(device):
-    x, w, b = leaves("conv2d", device, torch.float64)
+def test_what_is_not_cast(device):
+    """float64, as torch leaves it; and where autocast is switched off inside."""
+    given, wide = leaves("conv2d", device), leaves("conv2d", device, torch.float64)
     with torch.autocast(device, torch.bfloat16):
-        assert pc.functional.conv2d(x, w, b, splits=2).dtype == F.conv2d(x, w, b).dtype
-
-
-def test_switched_off_inside(device):
-    x, w, b = leaves("conv2d", device)
-    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
-        assert pc.functional.conv2d(x, w, b, splits=2).dtype == torch.float32
+        assert pc.functional.conv2d(*wide, splits=2).dtype == F.conv2d(*wide).dtype
+        with torch.autocast(device, enabled=False):
+            assert pc.functional.conv2d(*given, splits=2).dtype == torch.float32
 
 
 def test_backward_inside_the_block(device):
     """backward() under autocast must not be cast again."""
-    x, w, b = leaves("conv2d", device)
+    given = leaves("conv2d", device)
     with torch.autocast(device, torch.bfloat16):
-        pc.functional.conv2d(x, w, b, padding=1, splits=2).float().square().sum().backward()
-    found = [t.grad.clone() for t in (x, w, b)]
-    for t in (x, w, b):
-        t.grad = None
-    with torch.autocast(device, torch.bfloat16):
-        F.conv2d(x, w, b, padding=1).float().square().sum().backward()
-    for got, t in zip(found, (x, w, b), strict=True):
+        found = graded(lambda *t: pc.functional.conv2d(*t, padding=1, splits=2).float(), *given)
+        expected = graded(lambda *t: F.conv2d(*t, padding=1).float(), *given)
+    for got, want in zip(found[1:], expected[1:], strict=True):
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got, t.grad, rtol=0.05, atol=0.05 * float(t.grad.abs().max()))
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.abs().max()))
 
 
 def test_weight_casts_are_cached(device):

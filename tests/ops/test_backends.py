@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from support.backends import (
-    OPERATORS,
-    REBUILT,
-    SERVED,
-    WARM,
-    Leaves,
-    Step,
-    differences,
-    made_again,
-    not_ours,
-    ran,
-    replayed,
-)
+from support import backends
+from support.backends import OPERATORS, REBUILT, SERVED, WARM, Leaves, Step, not_ours
+from support.counts import OperatorsSeen
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchconv_native as pc
 
 lf = pc.functional
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-LAYOUTS = pytest.mark.parametrize("layout", ["NCHW", "channels_last"])
+KINDS = [(torch.float32, "NCHW"), (torch.float32, "channels_last"), (torch.float16, "NCHW"),
+         (torch.bfloat16, "channels_last")]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -34,8 +21,8 @@ def test_an_operator_is_made_of_its_pieces(name):
     """Those that have kernels on CUDA: an operator that went another way would be stock's there."""
     operator, leaves = OPERATORS[name], Leaves("cpu")
     y: list[Tensor] = []
-    forward = ran(lambda: y.append(operator.forward(leaves)), "cpu")
-    backward = ran(lambda: operator.backward(y[0], leaves, leaves.gradient(y[0])), "cpu")
+    forward = backends.ran(lambda: y.append(operator.forward(leaves)), "cpu")
+    backward = backends.ran(lambda: operator.backward(y[0], leaves, leaves.gradient(y[0])), "cpu")
     for names, pieces in zip((forward, backward), operator.pieces, strict=True):
         for piece in pieces.split():
             assert f"patchconv::{piece}" in names, names
@@ -59,27 +46,23 @@ def test_kernels_that_should_not_have_run_are_named():
 
 def test_what_may_run_beside_norms():
     elementwise = "vectorized_elementwise_kernel<4, at::native::{}>"
-    group_norms = [
-        "RowwiseMomentsCUDAKernel",
-        *map(elementwise.format, ("silu_backward_kernel", "GroupNormKernelImpl")),
-    ]
+    group_norms = map(elementwise.format, ("silu_backward_kernel", "GroupNormKernelImpl"))
     for operator, not_wanted in (
         ("batch_norm_relu eval frozen", ["batch_norm_backward_elementwise_kernel", elementwise.format("threshold")]),
-        ("group_norm_silu", group_norms),
+        ("group_norm_silu", ["RowwiseMomentsCUDAKernel", *group_norms]),
     ):
         beside = OPERATORS[operator].beside[1]
         assert not_ours([STOCK], "", beside) == []
         assert not_ours(not_wanted, "", beside) == not_wanted
 
 
-@DTYPES
-@LAYOUTS
+@pytest.mark.parametrize(("dtype", "layout"), KINDS)
 @pytest.mark.parametrize("later", SERVED)
 @pytest.mark.parametrize("made", SERVED)
-def test_values_made_again_under_another_backend(made, later, layout, dtype):
+def test_values_made_again_under_another_backend(device, made, later, layout, dtype):
     """Bit for bit: a node remembers the backend that it was made with."""
     for name in REBUILT:
-        original, again = made_again(name, Leaves("cpu", dtype, layout), made, later)
+        original, again = backends.made_again(name, Leaves(device, dtype, layout), made, later)
         assert torch.equal(original, again), name
 
 
@@ -93,24 +76,11 @@ def test_a_value_that_is_not_the_same_is_noticed(monkeypatch):
         return y
 
     monkeypatch.setitem(REBUILT, "edited", edited)
-    original, again = made_again("edited", a, "auto", "auto")
+    original, again = backends.made_again("edited", a, "auto", "auto")
     assert not torch.equal(original, again)
     monkeypatch.setitem(REBUILT, "kept", lambda leaves: leaves.x * 1)
     with pytest.raises(AssertionError, match="the value was kept"):
-        made_again("kept", a, "auto", "auto")
-
-
-class Seen(TorchDispatchMode):
-    """Which backend this package's operators find."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backends: list[tuple[str, str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "patchconv":
-            self.backends.append((func._opname, pc.backend()))
-        return func(*args, **(kwargs or {}))
+        backends.made_again("kept", a, "auto", "auto")
 
 
 @pytest.mark.parametrize("backends", [(a, b) for a in SERVED for b in SERVED if a != b], ids=" then ".join)
@@ -129,30 +99,30 @@ def test_nodes_remember_the_backend_they_were_made_with(backends):
         inner.register_hook(lambda grad: found.append(pc.backend()))
         consumer = lf.dropout(lf.mul(middle, a.other), 0.5)
         del middle
-        with Seen() as seen:
+        with OperatorsSeen(lambda name, args: (name, pc.backend())) as seen:
             torch.autograd.grad(consumer, (a.x, a.other), a.grad)
         assert pc.backend() == later
     assert found == [later]
-    assert ("_dropout", later) in seen.backends
-    assert {("_normalize", made), ("_mask_backward", made), ("_batch_norm_backward", made)} <= set(seen.backends)
-    assert {backend for name, backend in seen.backends if name != "_dropout"} == {made}
+    assert ("_dropout", later) in seen.found
+    assert {("_normalize", made), ("_mask_backward", made), ("_batch_norm_backward", made)} <= set(seen.found)
+    assert {backend for name, backend in seen.found if name != "_dropout"} == {made}
 
 
 def test_a_step_is_stock_s(device):
     """The step that CUDA graphs are tested with: parameters, statistics and gradients are those of the stock model."""
     steps = [Step(device, convert=convert) for convert in (True, False)]
-    ours, stock = (replayed(step, step, range(5)) for step in steps)
-    assert [differences(one, other) for one, other in zip(ours, stock, strict=True)] == [[]] * 5
-    moved = differences(ours[4], ours[3])
+    ours, stock = (backends.replayed(step, step, range(5)) for step in steps)
+    assert [backends.differences(one, other) for one, other in zip(ours, stock, strict=True)] == [[]] * 5
+    moved = backends.differences(ours[4], ours[3])
     assert set(moved) >= {name for name in ours[0] if "running" in name or "weight" in name or "loss" in name}
 
 
 @pytest.mark.parametrize("mistake", ["batch", "step", "momentum"])
 def test_a_replay_that_is_not_a_step_is_noticed(mistake):
     """One that reads an old batch, leaves a step out, or begins without the optimizer's state."""
-    want = replayed(eager := Step("cpu"), eager, range(WARM + 2))[WARM:]
+    want = backends.replayed(eager := Step("cpu"), eager, range(WARM + 2))[WARM:]
     step = Step("cpu")
-    replayed(step, step, range(WARM))
+    backends.replayed(step, step, range(WARM))
     if mistake == "momentum":
         step.optimizer.state.clear()
     old = step.x.clone()
@@ -163,15 +133,15 @@ def test_a_replay_that_is_not_a_step_is_noticed(mistake):
         if mistake != "step":
             step()
 
-    got = replayed(step, replay, range(WARM, WARM + 2))
-    assert all(differences(one, other) for one, other in zip(got, want, strict=True))
+    got = backends.replayed(step, replay, range(WARM, WARM + 2))
+    assert all(backends.differences(one, other) for one, other in zip(got, want, strict=True))
 
 
 def test_dropout_of_a_step_differs_from_step_to_step(device):
     """What the graphs' test asks of replays: with a learning rate of 0 nothing but the masks can move the loss."""
     step = Step(device, p=0.5, lr=0.0)
-    losses = [float(state["loss"]) for state in replayed(step, step, [7] * 4)]
+    losses = [float(state["loss"]) for state in backends.replayed(step, step, [7] * 4)]
     assert len(set(losses)) == 4
     step = Step(device, p=0.0, lr=0.0)
-    losses = [float(state["loss"]) for state in replayed(step, step, [7] * 4)]
+    losses = [float(state["loss"]) for state in backends.replayed(step, step, [7] * 4)]
     assert max(losses) - min(losses) <= 1e-5

@@ -1,12 +1,11 @@
-"""torch.compile without graph breaks and with one compilation over many shapes; torch.export with dynamic
-sizes.
-"""
+"""torch.compile without graph breaks and with one compilation over many shapes; torch.export with dynamic sizes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch._dynamo
+from support.gradients import graded
 from support.pairs import pairwise
 from torch import nn
 from torch._dynamo.utils import counters
@@ -30,6 +29,10 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def whole(block, dynamic=True):
+    return torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+
 def sizes(dims: int) -> list[tuple[int, ...]]:
     """Batches and spatial sizes of every parity.
 
@@ -49,34 +52,21 @@ def test_one_compilation_over_many_shapes(device, name, splits, backward):
             return torch.relu(call(x, w, b, stride=2, padding=1)) + 1
         return torch.relu(call(x, w, b, stride=2, padding=1, splits=2)) + 1
 
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = whole(block)
     w = torch.randn(3, 3, *range(4, 4 + dims), device=device, requires_grad=backward)
     b = torch.randn(3, device=device, requires_grad=backward)
     for n, *spatial in sizes(dims):
         x = torch.randn(n, 3, *spatial, device=device, requires_grad=backward)
-        found, expected = compiled(x, w, b), block(x, w, b)
-        torch.testing.assert_close(found, expected)
-        if backward:
-            leaves = (x, w, b)
-            for got, want in zip(
-                torch.autograd.grad(found.square().sum(), leaves),
-                torch.autograd.grad(expected.square().sum(), leaves),
-                strict=True,
-            ):
-                torch.testing.assert_close(got, want)
+        torch.testing.assert_close(graded(compiled, x, w, b), graded(block, x, w, b))
     assert compilations() == 1
     assert pc.last_path()["path"] == ("stock" if splits is None else "tiled")
 
 
 @pairwise(argument=["stride", "padding", "dilation", "groups", "splits"], name=["conv2d", "conv_transpose2d"])
 def test_a_number_that_dynamo_makes_symbolic(device, name, argument):
-    """Under dynamic=True an int that a function is given becomes a symbol; torch's convolutions take those
-    too.
-    """
+    """Under dynamic=True an int that a function is given becomes a symbol; torch's convolutions take those too."""
     call = getattr(pc.functional, name)
-    compiled = torch.compile(
-        lambda x, w, n: call(x, w, **{argument: n}), backend="aot_eager", fullgraph=True, dynamic=True
-    )
+    compiled = whole(lambda x, w, n: call(x, w, **{argument: n}))
     x = torch.randn(5, 4, 11, 13, device=device)
     for n in (2, 4):
         groups = n if argument == "groups" else 1
@@ -86,47 +76,33 @@ def test_a_number_that_dynamo_makes_symbolic(device, name, argument):
 
 @pairwise(mode=["zeros", "reflect", "replicate", "circular"], padding=[(1, 1), (2, 0, 1, 2), "same"])
 def test_padding_modes_compile_once(device, mode, padding):
-
     def block(x, w):
         return pc.functional.conv2d(x, w, padding=padding, padding_mode=mode, splits=2)
 
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = whole(block)
     w = torch.randn(6, 3, 4, 5, device=device, requires_grad=True)
     for n, h, wide in sizes(2):
         x = torch.randn(n, 3, h, wide, device=device, requires_grad=True)
-        found = torch.autograd.grad(compiled(x, w).square().sum(), (x, w))
-        for got, want in zip(found, torch.autograd.grad(block(x, w).square().sum(), (x, w)), strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(graded(compiled, x, w), graded(block, x, w))
     assert compilations() == 1
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 6, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.body = nn.Conv2d(6, 6, 3, padding="same", padding_mode="circular", groups=3)
-        self.up = nn.ConvTranspose2d(6, 2, 4, stride=2, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(torch.relu(self.body(torch.relu(self.norm(self.stem(x))))))
+def net(device) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 6, 3, padding="same", padding_mode="circular", groups=3), nn.ReLU(),
+        nn.ConvTranspose2d(6, 2, 4, stride=2, padding=1),
+    ).to(device)  # fmt: skip
 
 
 @pytest.mark.parametrize("splits", [None, (2, 2)])
 def test_converted_model_compiles_once(device, splits):
-    model = pc.convert(Net().to(device), splits=splits)
-    model.norm.eval()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    model = pc.convert(net(device), splits=splits)
+    model[1].eval()
+    compiled = whole(model)
     for n, h, w in sizes(2):
         x = torch.randn(n, 3, 2 * h, 2 * w, device=device)
-        torch.testing.assert_close(compiled(x), model(x))
-        compiled(x).square().sum().backward()
-        found = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        model(x).square().sum().backward()
-        for got, want in zip(found, (p.grad for p in model.parameters()), strict=True):
-            torch.testing.assert_close(got, want)
-        model.zero_grad()
+        torch.testing.assert_close(graded(compiled, x), graded(model, x))
     assert compilations() == 1
 
 
@@ -138,21 +114,17 @@ def test_strides_of_compiled_results(device, layout):
         y = pc.functional.conv2d(x, w, padding=1, splits=2)
         return y, y.permute(0, 2, 3, 1).reshape(-1)
 
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    compiled = whole(block, dynamic=None)
     x = torch.randn(2, 4, 7, 6, device=device).contiguous(memory_format=layout).requires_grad_()
     w = torch.randn(3, 4, 3, 3, device=device, requires_grad=True)
     for got, want in zip(compiled(x, w), block(x, w), strict=True):
         torch.testing.assert_close(got, want)
         assert got.stride() == want.stride()
-    found = torch.autograd.grad(compiled(x, w)[1].square().sum(), (x, w))
-    for got, want in zip(found, torch.autograd.grad(block(x, w)[1].square().sum(), (x, w)), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(graded(lambda *given, f=f: f(*given)[1], x, w) for f in (compiled, block)))
 
 
 def test_inductor(device):
-    """The default backend, which generates code around the operator: needs a C++ compiler, or Triton on a
-    GPU.
-    """
+    """The default backend, which generates code around the operator: needs a C++ compiler, or Triton on a GPU."""
 
     def block(x, w, b):
         return torch.relu(pc.functional.conv2d(x * 2, w, b, padding=1, splits=3)).sum(dim=1)
@@ -161,29 +133,23 @@ def test_inductor(device):
     x = torch.randn(2, 3, 9, 10, device=device, requires_grad=True)
     w = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     b = torch.randn(4, device=device, requires_grad=True)
-    torch.testing.assert_close(compiled(x, w, b), block(x, w, b))
-    found = torch.autograd.grad(compiled(x, w, b).square().sum(), (x, w, b))
-    for got, want in zip(found, torch.autograd.grad(block(x, w, b).square().sum(), (x, w, b)), strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(graded(compiled, x, w, b), graded(block, x, w, b))
 
 
 def test_compiled_autograd(device):
     layer = pc.Conv2d(3, 4, 3, padding=1, splits=2, device=device)
     x = torch.randn(2, 3, 8, 8, device=device)
-    layer(x).square().sum().backward()
-    expected = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
+    expected = graded(layer, x)[1:]
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         layer(x).square().sum().backward()
-    for got, want in zip(layer.parameters(), expected, strict=True):
-        torch.testing.assert_close(got.grad, want)
+    torch.testing.assert_close([p.grad for p in layer.parameters()], expected)
 
 
 @pytest.mark.parametrize("splits", [None, 2])
 def test_export_with_dynamic_sizes(device, splits):
-    model = pc.convert(Net().to(device).eval(), splits=splits)
+    model = pc.convert(net(device).eval(), splits=splits)
     half_h, half_w = torch.export.Dim("half_h", min=4, max=512), torch.export.Dim("half_w", min=4, max=512)
-    dynamic = {"x": {0: torch.export.Dim("n", min=2, max=64), 2: 2 * half_h, 3: 2 * half_w}}
+    dynamic = {"input": {0: torch.export.Dim("n", min=2, max=64), 2: 2 * half_h, 3: 2 * half_w}}
     program = torch.export.export(model, (torch.randn(2, 3, 12, 16, device=device),), dynamic_shapes=dynamic)
     targets = {str(node.target) for node in program.graph.nodes}
     assert {"patchconv.conv2d.default", "patchconv.conv_transpose2d.default"} <= targets
@@ -194,7 +160,7 @@ def test_export_with_dynamic_sizes(device, splits):
 
 
 def test_exported_program_can_be_saved(device, tmp_path):
-    model = pc.convert(Net().to(device).eval(), splits=2)
+    model = pc.convert(net(device).eval(), splits=2)
     x = torch.randn(2, 3, 12, 16, device=device)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "net.pt2")
     torch.testing.assert_close(torch.export.load(tmp_path / "net.pt2").module()(x), model(x))
@@ -211,10 +177,4 @@ def test_fake_and_meta_tensors_compute_nothing(device):
         y.sum().backward()
         assert w.grad is not None and w.grad.shape == w.shape
     x = torch.empty(1, 8, 1000, 1000, 1000, device="meta")
-    assert pc.functional.conv3d(x, torch.empty(8, 8, 3, 3, 3, device="meta"), stride=2).shape == (
-        1,
-        8,
-        499,
-        499,
-        499,
-    )
+    assert pc.functional.conv3d(x, torch.empty(8, 8, 3, 3, 3, device="meta"), stride=2).shape == (1, 8, 499, 499, 499)

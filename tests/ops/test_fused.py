@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.configurations import lay_out
+from support.counts import saved_bytes
+from support.errors import raises
 from support.pairs import pairwise
 from torch import Tensor
 
@@ -44,24 +48,25 @@ def constants(a: Arguments) -> tuple[Tensor, ...]:
     return a.x, a.mean, a.var, a.weight, a.bias
 
 
-# One operator, the same as two of ours, and as two of stock's.
-Case = tuple[Callable[[Arguments], Tensor], Callable[[Arguments], Tensor], Callable[[Arguments], Tensor]]
+# One operator; and the same as two of ours (lf), or two of stock's (F).
+Case = tuple[Callable[[Arguments], Tensor], Callable[[Any, Arguments], Tensor]]
 CASES: dict[str, Case] = {
-    "batch_norm_relu": (
-        lambda a: lf.batch_norm_relu(*training(a)), lambda a: lf.relu(lf.batch_norm(*training(a))),
-        lambda a: F.relu(F.batch_norm(*training(a)))),
+    "batch_norm_relu": (lambda a: lf.batch_norm_relu(*training(a)), lambda f, a: f.relu(f.batch_norm(*training(a)))),
     "batch_norm_relu of constants": (
-        lambda a: lf.batch_norm_relu(*constants(a)), lambda a: lf.relu(lf.batch_norm(*constants(a))),
-        lambda a: F.relu(F.batch_norm(*constants(a)))),
+        lambda a: lf.batch_norm_relu(*constants(a)), lambda f, a: f.relu(f.batch_norm(*constants(a)))),
     "group_norm_silu": (
         lambda a: lf.group_norm_silu(a.x, 3, a.weight, a.bias),
-        lambda a: lf.silu(lf.group_norm(a.x, 3, a.weight, a.bias)),
-        lambda a: F.silu(F.group_norm(a.x, 3, a.weight, a.bias))),
+        lambda f, a: f.silu(f.group_norm(a.x, 3, a.weight, a.bias))),
     "add_relu": (
-        lambda a: lf.add_relu(a.x, a.other), lambda a: lf.relu(lf.add(a.x, a.other)),
-        lambda a: F.relu(a.x + a.other)),
+        lambda a: lf.add_relu(a.x, a.other), lambda f, a: f.relu((lf.add if f is lf else torch.add)(a.x, a.other))),
 }  # fmt: skip
 ALL = pytest.mark.parametrize("name", CASES)
+
+
+def forms(name: str) -> list[Callable[[Arguments], Tensor]]:
+    """The operator, two of ours, two of stock's."""
+    one, two = CASES[name]
+    return [one, partial(two, lf), partial(two, F)]
 
 
 def gradients(y: Tensor, a: Arguments) -> list[Tensor | None]:
@@ -75,7 +80,7 @@ def gradients(y: Tensor, a: Arguments) -> list[Tensor | None]:
 )
 def test_as_the_two_operators(device, name, layout, dtype):
     a = Arguments(device, dtype, layout)
-    one, two, stock = (f(a) for f in CASES[name])
+    one, two, stock = (f(a) for f in forms(name))
     assert one.stride() == two.stride()
     eps = torch.finfo(dtype).eps
     if device == "cpu":
@@ -116,24 +121,8 @@ def test_frozen(device, name, frozen):
     a.bias.requires_grad_(frozen in ("weight", "all but bias"))
     if frozen.startswith("all but"):
         a.x.requires_grad_(False)
-    found = [gradients(f(a), a) for f in CASES[name][:2]]
-    for got, want in zip(*found, strict=True):
-        assert (got is None) == (want is None)
-        if got is not None:
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def saved_bytes(f: Callable[[Arguments], Tensor], a: Arguments) -> int:
-    kept: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = f(a)
-    del y
-    return sum(kept.values())
+    found, expected = (gradients(f(a), a) for f in forms(name)[:2])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
@@ -141,7 +130,7 @@ def saved_bytes(f: Callable[[Arguments], Tensor], a: Arguments) -> int:
 def test_keeps_no_more_than_the_two(device, name, frozen):
     a = Arguments(device, torch.float32)
     a.weight.requires_grad_(not frozen)
-    one, two = (saved_bytes(f, a) for f in CASES[name][:2])
+    one, two = (saved_bytes(partial(f, a)) for f in forms(name)[:2])
     assert one <= two
     if name == "batch_norm_relu":  # no mask
         assert one == two - (a.x.numel() + 7) // 8
@@ -165,51 +154,47 @@ def test_sums_of_two_shapes(device):
     bias = torch.randn(3, 1, device=device, requires_grad=True)
     y, want = lf.add_relu(x, bias), F.relu(x + bias)
     assert torch.equal(y, want)
-    for got, exact in zip(
-        torch.autograd.grad(y.sum(), [x, bias]), torch.autograd.grad(want.sum(), [x, bias]), strict=True
-    ):
-        torch.testing.assert_close(got, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(one.sum(), [x, bias]) for one in (y, want)))
 
 
 @ALL
 def test_inference(device, name):
     a = Arguments(device, torch.float32)
     with torch.no_grad():
-        one, _, stock = (f(a) for f in CASES[name])
+        one, _, stock = (f(a) for f in forms(name))
     assert one.grad_fn is None
     torch.testing.assert_close(one, stock)
 
 
 def test_mistakes(device):
-    x = torch.randn(2, 4, 3, device=device)
-    with pytest.raises(ValueError, match="batch_norm_relu: expected more than 1 value per channel when training"):
-        lf.batch_norm_relu(x[:1, :, :1], None, None, training=True)
-    with pytest.raises(ValueError, match="expected running_mean and running_var where training is False, got None"):
-        lf.batch_norm_relu(x, None, None)
-    with pytest.raises(RuntimeError, match="num_groups"):
-        lf.group_norm_silu(x, 3)
+    x, there = torch.randn(2, 4, 3, device=device), torch.zeros(4, device="meta")
+    stats = {"running_mean": torch.zeros(4, device=device), "running_var": torch.ones(4, device=device)}
+    raises((ValueError, RuntimeError), {
+        "batch_norm_relu: expected more than 1 value per channel when training":
+            lambda: lf.batch_norm_relu(x[:1, :, :1], None, None, training=True),
+        "expected running_mean and running_var where training is False, got None":
+            lambda: lf.batch_norm_relu(x, None, None),
+        "num_groups": lambda: lf.group_norm_silu(x, 3),
+        **{f"batch_norm: expected {name} on {device}.*, got meta":
+            lambda name=name: lf.batch_norm_relu(x, **{**stats, name: there})
+            for name in ("running_mean", "running_var", "weight", "bias")},
+    })  # fmt: skip
 
 
 @ALL
 def test_under_torch_func(name):
     a = Arguments("cpu")
     a.other, a.weight, a.bias = (t.detach() for t in (a.other, a.weight, a.bias))
-    one, _, stock = CASES[name]
+    x, direction, found = a.x.detach(), torch.randn(SHAPE).double(), []
+    for f in forms(name)[::2]:
 
-    def of(f: Callable[[Arguments], Tensor]) -> Callable[[Tensor], Tensor]:
-        def call(x: Tensor) -> Tensor:
+        def call(x: Tensor, f: Callable[[Arguments], Tensor] = f) -> Tensor:
             b = copy.copy(a)
             b.x = x
             return f(b).square().sum()
 
-        return call
-
-    x = a.x.detach()
-    torch.testing.assert_close(torch.func.grad(of(one))(x), torch.func.grad(of(stock))(x))
-    direction = torch.randn_like(x)
-    torch.testing.assert_close(
-        torch.func.jvp(of(one), (x,), (direction,)), torch.func.jvp(of(stock), (x,), (direction,))
-    )
+        found.append((torch.func.grad(call)(x), *torch.func.jvp(call, (x,), (direction,))))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "input"])
@@ -217,7 +202,7 @@ def test_under_torch_func(name):
 def test_slopes_that_do_not_change(device, name, frozen):
     """With create_graph every gradient depends on every input, as stock's does, with derivatives of zero."""
     seconds = []
-    for f in (CASES[name][0], CASES[name][2]):
+    for f in forms(name)[::2]:
         a = Arguments(device)
         a.weight.requires_grad_(False)
         a.x.requires_grad_(frozen != "input")
@@ -230,11 +215,3 @@ def test_slopes_that_do_not_change(device, name, frozen):
         assert (got is None) <= (want is None)
         if want is not None:
             torch.testing.assert_close(got, want)
-
-
-def test_parameters_elsewhere():
-    x, there = torch.randn(2, 3, 4), torch.zeros(3, device="meta")
-    for name in ("running_mean", "running_var", "weight", "bias"):
-        given = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)} | {name: there}
-        with pytest.raises(RuntimeError, match=f"batch_norm: expected {name} on cpu, got meta"):
-            lf.batch_norm_relu(x, **given)

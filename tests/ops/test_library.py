@@ -74,78 +74,53 @@ def test_an_intact_copy_loads(copy: Path) -> None:
     assert result.stdout.split() == [str(copy / "patchconv_native" / "__init__.py"), "16.0"], result.stderr
 
 
-def test_another_torch(copy: Path) -> None:
-    info = tamper(copy, torch="1.7.3")
+TORCH, CUDA = torch.__version__, torch.version.cuda or "none (this torch is CPU-only)"
+OTHERS: dict[str, tuple[dict[str, str], str]] = {
+    "torch": ({"torch": "1.7.3"}, f"torch 1.7.*, but found torch {TORCH}"),
+    "cuda": ({"cuda": "99.1"}, f"CUDA 99.1, but found CUDA {CUDA}"),
+    "python": ({"python": "2.7"}, f"Python 2.7, but found Python {PYTHON}"),
+    "all": ({"torch": "1.7.3", "python": "2.7"}, f"torch 1.7.*, Python 2.7, but found torch {TORCH}, Python {PYTHON}"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_built_for_another(copy: Path, what: str) -> None:
+    """Everything that differs is named, and another torch only where it would help."""
+    changes, text = OTHERS[what]
+    info = tamper(copy, **changes)
+    other = f'\nor install the torch it was built for with\n  {sys.executable} -m pip install "torch==1.7.*"'
     assert error(copy) == (
         "BuildMismatchError",
-        f"patchconv_native {info['version']} was built for torch 1.7.*, but found torch {torch.__version__}. "
-        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}\n"
-        f'or install the torch it was built for with\n  {sys.executable} -m pip install "torch==1.7.*"',
+        f"patchconv_native {info['version']} was built for {text}. "
+        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}" + (other if what == "torch" else ""),
     )
 
 
-def test_another_patch_release_is_fine(copy: Path) -> None:
-    tamper(copy, torch=f"{RELEASE}.99")
-    assert run(copy).returncode == 0
-
-
-def test_another_cuda(copy: Path) -> None:
-    info = tamper(copy, cuda="99.1")
-    name, text = error(copy)
-    found = torch.version.cuda or "none (this torch is CPU-only)"
-    assert name == "BuildMismatchError"
-    assert text == (
-        f"patchconv_native {info['version']} was built for CUDA 99.1, but found CUDA {found}. "
-        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}"
-    )
-
-
-def test_a_cpu_only_build_serves_every_torch_of_its_release(copy: Path) -> None:
-    tamper(copy, cuda=None, archs=None)
-    assert run(copy).returncode == 0
-
-
-def test_another_minor_of_cuda_is_fine(copy: Path) -> None:
-    if torch.version.cuda is None:
+@pytest.mark.parametrize("what", ["patch release", "CPU only", "minor of CUDA"])
+def test_what_may_differ(copy: Path, what: str) -> None:
+    """Another patch release, another minor of CUDA; and a build for CPUs serves every torch of its release."""
+    if what == "minor of CUDA" and torch.version.cuda is None:
         pytest.skip("this torch has no CUDA")
-    tamper(copy, cuda=torch.version.cuda.split(".")[0] + ".99")
+    changes = {
+        "patch release": {"torch": f"{RELEASE}.99"},
+        "CPU only": {"cuda": None, "archs": None},
+        "minor of CUDA": {"cuda": str(torch.version.cuda).split(".")[0] + ".99"},
+    }
+    tamper(copy, **changes[what])
     assert run(copy).returncode == 0
 
 
-def test_another_python(copy: Path) -> None:
-    info = tamper(copy, python="2.7")
-    assert error(copy) == (
-        "BuildMismatchError",
-        f"patchconv_native {info['version']} was built for Python 2.7, but found Python {PYTHON}. "
-        f"Rebuild it for what is installed with\n  {INSTALL_FROM_SOURCE}",
-    )
-
-
-def test_everything_that_differs_is_named(copy: Path) -> None:
-    tamper(copy, torch="1.7.3", python="2.7")
-    text = error(copy)[1]
-    assert f"built for torch 1.7.*, Python 2.7, but found torch {torch.__version__}, Python {PYTHON}" in text
-    assert "or install the torch" not in text  # it would not help
-
-
-def test_never_built(copy: Path) -> None:
+@pytest.mark.parametrize("source_tree", [False, True])
+def test_never_built(copy: Path, source_tree: bool) -> None:
     info = copy / "patchconv_native" / "_build_info.json"
     info.unlink()
-    assert error(copy) == (
-        "NotBuiltError",
-        f"the native part of patchconv_native was never built (there is no {info}). "
-        f"Build it with\n  {INSTALL_FROM_SOURCE}",
-    )
-
-
-def test_never_built_in_a_source_tree(copy: Path) -> None:
-    (copy / "patchconv_native" / "_build_info.json").unlink()
-    (copy / "csrc").mkdir()
-    (copy / "csrc" / "sources.txt").touch()
-    (copy / "setup.py").touch()
-    name, text = error(copy)
-    assert name == "NotBuiltError"
-    assert text.endswith(f"Build it with\n  cd {copy} && {sys.executable} setup.py build_ext --inplace")
+    if source_tree:
+        (copy / "csrc").mkdir()
+        for file in ("csrc/sources.txt", "setup.py"):
+            (copy / file).touch()
+    build = f"cd {copy} && {sys.executable} setup.py build_ext --inplace" if source_tree else INSTALL_FROM_SOURCE
+    said = f"the native part of patchconv_native was never built (there is no {info}). Build it with\n  {build}"
+    assert error(copy) == ("NotBuiltError", said)
 
 
 def test_library_missing(copy: Path) -> None:
@@ -175,7 +150,7 @@ def test_library_that_does_not_load(copy: Path) -> None:
         ("[]", "TypeError: list indices must be integers"),
         ("{}", "KeyError: 'version'"),
         (
-            '{"version": "1", "torch": null, "cuda": null, "archs": null, "python": "3", "compiler": ""}',
+            json.dumps({"version": "1", **dict.fromkeys(("torch", "cuda", "archs", "python"))}),
             "TypeError: torch is None",
         ),
     ],

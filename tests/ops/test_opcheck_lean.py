@@ -70,7 +70,10 @@ def test_in_place(device, name):
     torch.library.opcheck(getattr(ops, f"{name}_").default, (x, *arguments(name, device)), test_utils=checks)
 
 
-@pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
+DROPOUTS = ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"]
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
 def test_dropout(device, name):
     """What is random is not compared."""
     x = torch.randn(IMAGE, device=device, requires_grad=True)
@@ -84,20 +87,10 @@ def test_cat(device):
 
 
 def test_every_operator_is_checked():
-    found = {
-        op.split("::")[1].split(".")[0] for op in torch._C._dispatch_get_all_op_names() if op.startswith("patchconv::")
-    }
+    every = torch._C._dispatch_get_all_op_names()
+    found = {op.split("::")[1].split(".")[0] for op in every if op.startswith("patchconv::")}
     inner = {op for op in found if op.startswith(("_", "conv"))}
-    checked = {
-        *UNARY,
-        *(f"{name}_" for name in UNARY),
-        "cat",
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-    }
-    assert found - inner - checked == {"dropout_"}
+    assert found - inner - {*UNARY, *(f"{name}_" for name in UNARY), "cat", *DROPOUTS} == {"dropout_"}
 
 
 def pieces(x: Tensor) -> dict[str, tuple[Any, ...]]:

@@ -217,6 +217,8 @@ def test_its_words() -> None:
     text = str(plan)
     for word in ("budget", "peak", "predicted", "time", "convert", "checkpoint", "runs again in backward"):
         assert word in text, word
+    assert text.startswith("Sequential (cpu, training step)\n") and "; without the plan: " in text
+    assert str(pc.plan(pc.convert(model), x, budget="1GiB")).startswith("Sequential (converted) (cpu, training step)\n")
     assert plan.extra_time > 0.05 and plan.peak < plan.stock_peak
 
 

@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +38,8 @@ class Leaves:
         self.x, self.other, self.grad = image(), image(), image().detach()
         self.weight = (torch.rand(8, device=device) + 0.5).requires_grad_()
         self.bias = torch.randn(8, device=device).requires_grad_()
-        self.group_weight, self.group_bias = (
-            t.detach().to(dtype, copy=True).requires_grad_() for t in (self.weight, self.bias)
-        )
+        weights = (t.detach().to(dtype, copy=True).requires_grad_() for t in (self.weight, self.bias))
+        self.group_weight, self.group_bias = weights
         self.mean, self.var = torch.randn(8, device=device), torch.rand(8, device=device) + 0.5
 
     def gradient(self, y: Tensor) -> Tensor:
@@ -270,3 +270,16 @@ def replayed(step: Step, replay: Callable[[], object], numbers: Sequence[int]) -
         replay()
         states.append(step.state())
     return states
+
+
+def captured(call: Callable[[], Any], warm: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of one call, and what that gives, after what PyTorch wants to have run before, on another stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result

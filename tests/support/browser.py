@@ -54,25 +54,12 @@ def run(page: str, script: str) -> Any:
 def _answer(folder: Path, place: Path, page: str, script: str) -> Any:
     (place / "js").mkdir()
     (place / "js" / "kaleido_scopes.js").write_text(IN_A_FRAME)
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(folder / "lib"),
-        "FONTCONFIG_PATH": str(folder / "etc" / "fonts"),
-        "XDG_DATA_HOME": str(folder / "xdg"),
-        "HOME": str(place),
-    }
+    own = {"LD_LIBRARY_PATH": "lib", "FONTCONFIG_PATH": "etc/fonts", "XDG_DATA_HOME": "xdg"}
+    environment = {**os.environ, **{name: str(folder / path) for name, path in own.items()}, "HOME": str(place)}
     request = json.dumps({"data": {"page": page, "script": script}}) + "\n"
     command = [str(folder / "bin" / "kaleido"), "plotly", "--plotlyjs=file:///dev/null", *FLAGS]
-    done = subprocess.run(
-        command,
-        input=request,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        cwd=place,
-        env=environment,
-        timeout=120,
-    )
+    streams = {"input": request, "capture_output": True, "text": True, "encoding": "utf-8"}
+    done = subprocess.run(command, **streams, cwd=place, env=environment, timeout=120)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == 2 and answers[0]["code"] == 0, done.stdout + done.stderr
     assert answers[1]["code"] == 0, answers[1]["message"]

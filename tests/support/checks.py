@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 import patchconv_native as pc
 from support import reference
 from support.configurations import DTYPES, Configuration, Tensors, build, build_grad
+from support.threads import threads
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 NAMES = ("output", "grad_input", "grad_weight", "grad_bias")
@@ -35,15 +36,13 @@ def operator(c: Configuration) -> Callable[..., Tensor]:
     padding = c.padding
     if isinstance(padding, str):
         named = getattr(pc.functional, c.operator)
-        return lambda x, w, b: named(
-            x, w, b, c.stride, padding, c.dilation, c.groups, padding_mode=c.padding_mode, splits=c.splits
-        )
+        rest = {"padding_mode": c.padding_mode, "splits": c.splits}
+        return lambda x, w, b: named(x, w, b, c.stride, padding, c.dilation, c.groups, **rest)
     splits = [c.splits] if isinstance(c.splits, int) else c.splits
     if c.transposed:
         return lambda x, w, b: native(x, w, b, c.stride, padding, c.output_padding, c.groups, c.dilation, splits=splits)
-    return lambda x, w, b: native(
-        x, w, b, c.stride, padding, c.dilation, c.groups, padding_mode=c.padding_mode, splits=splits
-    )
+    rest = {"padding_mode": c.padding_mode, "splits": splits}
+    return lambda x, w, b: native(x, w, b, c.stride, padding, c.dilation, c.groups, **rest)
 
 
 def stock(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -77,31 +76,16 @@ def crashes_stock(c: Configuration) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def at_most_two_threads() -> Iterator[None]:
-    """For stock's side: with more, some of its weight gradients damage the heap (tests/conv/test_onednn.py)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, 2))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def oracle(c: Configuration, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return (reference.conv_transpose if c.transposed else reference.conv)(x, w, b, **c.arguments())
 
 
-def forward_backward(
-    call: Callable[..., Tensor],
-    leaves: Tensors,
-    grad: Callable[[Tensor], Tensor],
-    prepare: Callable[[Tensor], Tensor] = lambda t: t,
-) -> list[Any]:
+Change = Callable[[Tensor], Tensor]
+
+
+def forward_backward(call: Any, leaves: Tensors, grad: Change, prepare: Change = lambda t: t) -> list[Any]:
     """[output, grad_input, grad_weight, grad_bias]; None where no gradient is asked for."""
-    x, w, b = (
-        None if t is None else prepare(t.detach()).requires_grad_(t.requires_grad) for t in vars(leaves).values()
-    )
+    x, w, b = (t if t is None else prepare(t.detach()).requires_grad_(t.requires_grad) for t in vars(leaves).values())
     y = call(x, w, b)
     return [y.detach(), *reference.gradients(y, [x, w, b], grad(y))]
 
@@ -123,12 +107,12 @@ def references(c: Configuration, device: str) -> list[list[Any]]:
     """
     assert c.splits is None and c.limit is None
     leaves = build(c, device)
-    with at_most_two_threads():
+    # With more threads, some of its weight gradients damage the heap (tests/conv/test_onednn.py).
+    with threads(min(2, torch.get_num_threads())):
         theirs = forward_backward(lambda *t: stock(c, *t), leaves, lambda y: build_grad(c, y))
     # From float64 leaves: their gradients would otherwise be rounded to the leaves' dtype.
-    exact = forward_backward(
-        lambda *t: oracle(c, *t), leaves, lambda y: build_grad(c, theirs[0]).double(), prepare=torch.Tensor.double
-    )
+    graded = lambda y: build_grad(c, theirs[0]).double()  # noqa: E731
+    exact = forward_backward(lambda *t: oracle(c, *t), leaves, graded, prepare=torch.Tensor.double)
     sizes = forward_backward(
         lambda *t: oracle(c, *t),
         leaves,
@@ -139,9 +123,7 @@ def references(c: Configuration, device: str) -> list[list[Any]]:
 
 
 def check(c: Configuration, device: str = "cpu") -> dict[str, object]:
-    """Raises AssertionError where the library differs; returns what pc.last_path() says after the forward
-    pass.
-    """
+    """Raises AssertionError where the library differs; returns what pc.last_path() says after the forward pass."""
     leaves = build(c, device)
     kept = [None if t is None else t.detach().clone() for t in vars(leaves).values()]
     path: dict[str, object] = {}
@@ -195,9 +177,8 @@ def stock_serves(c: Configuration) -> bool:
     return nothing or (c.padding_mode == "zeros" and all(before == after for before, after in pairs))
 
 
-def check_values(
-    name: str, c: Configuration, count: int, got: Tensor, theirs: Tensor, wanted: Tensor, total: Tensor
-) -> None:
+def check_values(name: str, c: Configuration, count: int, *values: Tensor) -> None:
+    got, theirs, wanted, total = values
     unit = UNIT[DTYPES[c.dtype]]
     accumulator = min(unit, UNIT[torch.float32])
     tiny = 2.0**-25 if c.dtype == "float16" else 0.0

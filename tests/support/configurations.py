@@ -19,12 +19,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "strided", "expanded")
 GRAD_LAYOUTS = ("contiguous", "channels_last", "transposed", "sliced", "expanded")
 CONTENTS = ("noise", "ramp", "checkerboard", "spike", "offset")
@@ -84,12 +79,7 @@ class Configuration:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments that the oracle and the operator share."""
-        common = {
-            "stride": self.stride,
-            "padding": self.padding,
-            "dilation": self.dilation,
-            "groups": self.groups,
-        }
+        common = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
         if self.transposed:
             return common | {"output_padding": self.output_padding}
         return common | {"padding_mode": self.padding_mode}
@@ -99,33 +89,21 @@ SIZES = {1: (37,), 2: (17, 13), 3: (9, 8, 7)}
 SPLITS = {1: [(4,)], 2: [(4, 1), (1, 3), (4, 3)], 3: [(3, 1, 1), (1, 1, 2), (3, 2, 2)]}
 
 
+EACH_DIMENSION = ("sizes", "kernel", "stride", "padding", "output_padding", "dilation")
+
+
 def plain(dims: int = 2, **changes: Any) -> Configuration:
-    """A plain call with every gradient, cut into tiles along each dimension, which a test changes in some respects."""
+    """A plain call with every gradient, cut into tiles along each dimension, which a test changes in some respects. One
+    number for all dimensions will do, apart from splits.
+    """
     values = {
-        "transposed": False,
-        "batch": 2,
-        "channels": 4,
-        "outputs": 6,
-        "groups": 1,
-        "sizes": SIZES[dims],
-        "kernel": (3,) * dims,
-        "stride": (1,) * dims,
-        "padding": (1,) * dims,
-        "output_padding": (0,) * dims,
-        "dilation": (1,) * dims,
-        "padding_mode": "zeros",
-        "dtype": "float32",
-        "bias": True,
-        "layout": "contiguous",
-        "weight_layout": "contiguous",
-        "grad_layout": "contiguous",
-        "content": "noise",
-        "requires_grad": (True, True, True),
-        "splits": SPLITS[dims][-1],
-        "limit": None,
-        "seed": 1,
-    }
-    return Configuration(**(values | changes))
+        "transposed": False, "batch": 2, "channels": 4, "outputs": 6, "groups": 1, "sizes": SIZES[dims], "kernel": 3,
+        "stride": 1, "padding": 1, "output_padding": 0, "dilation": 1, "padding_mode": "zeros", "dtype": "float32",
+        "bias": True, "layout": "contiguous", "weight_layout": "contiguous", "grad_layout": "contiguous",
+        "content": "noise", "requires_grad": (True, True, True), "splits": SPLITS[dims][-1], "limit": None, "seed": 1,
+    } | changes  # fmt: skip
+    values |= {name: (values[name],) * dims for name in EACH_DIMENSION if isinstance(values[name], int)}
+    return Configuration(**values)
 
 
 def draw(choose: Chooser, dims: int | None = None, transposed: bool | None = None) -> Configuration:
@@ -171,41 +149,20 @@ def draw(choose: Chooser, dims: int | None = None, transposed: bool | None = Non
         limit = choose.pick((None, 1, 2_000, 20_000))
 
     return Configuration(
-        transposed=transposed,
-        batch=choose.pick((None, 0, 1, 1, 2, 2, 3)),
-        channels=channels,
-        outputs=outputs,
-        groups=groups,
-        sizes=tuple(sizes),
-        kernel=kernel,
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        dilation=dilation,
-        padding_mode=padding_mode,
-        dtype=choose.pick(("float32", "float32", "float64", "float16", "bfloat16")),
-        bias=choose.pick((True, False)),
-        layout=choose.pick(LAYOUTS),
-        weight_layout=choose.pick(LAYOUTS),
-        grad_layout=choose.pick(GRAD_LAYOUTS),
-        content=choose.pick(CONTENTS),
-        requires_grad=choose.pick(REQUIRES),
-        splits=splits,
-        limit=limit,
-        seed=choose.integer(0, 2**31 - 1),
-    )
+        transposed=transposed, batch=choose.pick((None, 0, 1, 1, 2, 2, 3)), channels=channels, outputs=outputs,
+        groups=groups, sizes=tuple(sizes), kernel=kernel, stride=stride, padding=padding,
+        output_padding=output_padding, dilation=dilation, padding_mode=padding_mode,
+        dtype=choose.pick(("float32", "float32", "float64", "float16", "bfloat16")), bias=choose.pick((True, False)),
+        layout=choose.pick(LAYOUTS), weight_layout=choose.pick(LAYOUTS), grad_layout=choose.pick(GRAD_LAYOUTS),
+        content=choose.pick(CONTENTS), requires_grad=choose.pick((REQUIRES[0], *REQUIRES)), splits=splits,
+        limit=limit, seed=choose.integer(0, 2**31 - 1),
+    )  # fmt: skip
 
 
 REQUIRES = (
-    (True, True, True),
-    (True, True, True),
-    (True, False, False),
-    (False, True, False),
-    (False, False, True),
-    (True, False, True),
-    (False, True, True),
-    (False, False, False),
-)
+    (True, True, True), (True, False, False), (False, True, False), (False, False, True), (True, False, True),
+    (False, True, True), (False, False, False),
+)  # fmt: skip
 
 
 def _draw_channels(choose: Chooser) -> tuple[int, int, int]:
@@ -236,9 +193,10 @@ def _draw_kernel(choose: Chooser, dims: int) -> tuple[int, ...]:
     return tuple(choose.integer(1, 5 if dims < 3 else 3) for _ in range(dims))
 
 
-def _draw_padding(
-    choose: Chooser, kernel: tuple[int, ...], stride: tuple[int, ...], reach: list[int]
-) -> tuple[str | tuple[int, ...], list[tuple[int, int]]]:
+Pads = tuple[str | tuple[int, ...], list[tuple[int, int]]]
+
+
+def _draw_padding(choose: Chooser, kernel: tuple[int, ...], stride: tuple[int, ...], reach: list[int]) -> Pads:
     """The padding argument, and the pairs it means."""
     dims = len(kernel)
     kind = choose.pick(("none", "half", "any", "any", "asymmetric", "same", "valid"))
@@ -259,9 +217,7 @@ def _draw_padding(
 
 
 def make_tensor(shape: Sequence[int], content: str, generator: torch.Generator) -> Tensor:
-    """Float64 values of order one on the CPU. Structure shows mistakes at seams and borders that noise
-    hides.
-    """
+    """Float64 values of order one on the CPU. Structure shows mistakes at seams and borders that noise hides."""
     shape = list(shape)
     if content == "noise" or 0 in shape:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -333,11 +289,8 @@ def build(configuration: Configuration, device: str = "cpu") -> Tensors:
     def leaf(tensor: Tensor, layout: str, wanted: bool) -> Tensor:
         return lay_out(tensor.to(device, dtype), layout).requires_grad_(wanted)
 
-    return Tensors(
-        leaf(values, c.layout, c.requires_grad[0]),
-        leaf(weight, c.weight_layout, c.requires_grad[1]),
-        None if bias is None else leaf(bias, c.weight_layout, c.requires_grad[2]),
-    )
+    bias = bias if bias is None else leaf(bias, c.weight_layout, c.requires_grad[2])
+    return Tensors(leaf(values, c.layout, c.requires_grad[0]), leaf(weight, c.weight_layout, c.requires_grad[1]), bias)
 
 
 def build_grad(configuration: Configuration, output: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from support import reference
+from support import kernels, reference
 from support.kernels import Call, Memory
 
 MODES = ("zeros", "reflect", "replicate", "circular")
@@ -132,9 +133,7 @@ class Case:
         padding = [side for pair in p.padding[: p.dims] for side in pair]
 
         def forward(x: Tensor, w: Tensor) -> Tensor:
-            return reference.conv(
-                x, w, None, p.stride[: p.dims], padding, p.dilation[: p.dims], p.groups, p.mode
-            )  # fmt: skip
+            return reference.conv(x, w, None, p.stride[: p.dims], padding, p.dilation[: p.dims], p.groups, p.mode)
 
         if self.pass_ == "small":
             y = forward(big, weight)
@@ -164,6 +163,49 @@ def check(c: Case, got: Tensor, sums: float) -> None:
     assert got.isfinite().all() and far.max() <= 0, (c.problem, c.pass_, got.dtype, c.strict, float(far.max()))
 
 
+def check_all(kernel: str, cases: Sequence[Case], offs: Sequence[int] = (0,)) -> None:
+    """Each case against the oracle, and the bits that it writes. `offs`: at these distances from aligned addresses."""
+    calls = [c.call(kernel, off=offs[i % len(offs)]) for i, c in enumerate(cases)]
+    for c, found in zip(cases, kernels.run(calls), strict=True):
+        got, dtype = c.result(found), c.big.dtype
+        # Of float64 the oracle adds up no more exactly than the kernel does: over many terms both may be off.
+        sums = 1e-13 if dtype == torch.float64 else 5e-7
+        if dtype == torch.float32 and kernel in ("conv_tiles", "conv_stem"):
+            sums = 1e-6 if c.strict else 1e-3
+        check(c, got, sums)
+        if c.bits is not None:
+            assert torch.equal(found[7], bits_of(got > 0)), c.problem
+
+
+def check_parts(kernel: str, whole: Case, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
+    """Lines cut to a range write what they would have written, and nothing else."""
+    cases = [whole, *(replace(whole, ranges=one) for one in ranges)]
+    results = zip(cases, kernels.run([c.call(kernel) for c in cases]), strict=True)
+    first, *parts = (c.result(found) for c, found in results)
+    before = getattr(whole, whole.pass_)
+    for part, (rows, columns) in zip(parts, ranges, strict=True):
+        inside = torch.zeros(first.shape[2:], dtype=torch.bool)
+        inside[slice(*rows), slice(*columns)] = True
+        assert torch.equal(part[..., inside], first[..., inside])
+        assert torch.equal(part[..., ~inside], before[..., ~inside])
+
+
+def far(kernel: str, pass_: str, layout: str, sources: int, groups: int) -> tuple[Tensor, Tensor]:
+    """What the last block alone writes, of tensors of 2^32 elements of which all but the last rows are zeros; and the
+    oracle's result of these rows.
+    """
+    channels, width, rows, rest = sources * groups, 32, 5, (sources, sources, groups)
+    p = Problem((2**32 // channels // width + rows, width), (3, 1), *rest, padding=((1, 1), (0, 0)))
+    strides = (1, width * channels, channels) if layout == "NHWC" else (p.size[0] * width, width, 1)
+    whole = torch.empty_strided(p.big_shape, (p.size[0] * width * channels, *strides), dtype=torch.half, device="meta")
+    c = case(Problem((rows + 1, width), (3, 1), *rest, padding=((1, 1), (0, 0))), pass_, torch.half, layout)
+    c.small[:, :, 0] = 0  # needs what lies before
+    call = Case(p, pass_, whole, whole, c.weight).call(kernel, last_blocks=1)
+    call.buffers = [*(Memory(storage(t), 0, whole.numel()) for t in (c.big, c.small)), *call.buffers[2:]]
+    (found,) = kernels.run([call])
+    return c.result(found), c.expected()
+
+
 def storage(tensor: Tensor) -> Tensor:
     """All elements of a tensor's memory from its first one on, in the order they lie in."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -174,10 +216,9 @@ def filled(shape: Sequence[int], dtype: torch.dtype, layout: str = "NCHW", conte
     """Values of the checks, in a layout: "NCHW", "NHWC" or "sliced" (a part of a larger tensor)."""
     if content == "noise":
         x = torch.randn(*shape, dtype=torch.float64)
-    elif content == "steps":
-        x = (torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float64) % 7 < 3).double().view(*shape)
-    else:  # a ramp, far from zero
-        x = 3 + torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float64).view(*shape) % 101 / 101
+    else:  # steps, or a ramp far from zero
+        place = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(*shape)
+        x = (place % 7 < 3).double() if content == "steps" else 3 + place % 101 / 101
     x = x.to(dtype)
     if layout == "sliced":
         wider = torch.full([size + 2 for size in shape], 1e4, dtype=dtype)
@@ -190,9 +231,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, layout: str = "NCHW", conte
     return x
 
 
-def case(
-    problem: Problem, pass_: str, dtype: torch.dtype, layout: str = "NCHW", content: str = "noise", **more: Any
-) -> Case:
+def case(problem: Problem, pass_: str, dtype: torch.dtype, layout="NCHW", content="noise", **more: Any) -> Case:
     """A pass over filled tensors. What it writes holds a number that would show."""
     shapes = {"big": problem.big_shape, "small": problem.small_shape, "weight": problem.weight_shape}
     tensors = {name: filled(shape, dtype, layout, content) for name, shape in shapes.items()}
@@ -209,6 +248,38 @@ def epilogue(shape: Sequence[int], dtype: torch.dtype, layout: str, bits: bool =
     if bits:
         parts["bits"] = torch.full(((torch.Size(shape).numel() + 7) // 8,), 0x55, dtype=torch.uint8)
     return parts
+
+
+def writes_bits(p: Problem, pass_: str, layout: str) -> bool:
+    channels, *places = p.shape(pass_)[1:]
+    one_launch = pass_ == "small" or p.stride[p.dims - 1] == 1 or layout == "NHWC"
+    return one_launch and (channels if layout == "NHWC" else places[-1]) % 8 == 0 and layout != "sliced"
+
+
+def drawn(choose: random.Random, dims: int, mode: str, axis: Callable, channels: Callable) -> Problem:
+    """A problem in which at least one output sees the input. axis(d): size, kernel, stride and dilation; channels():
+    sources and outputs of a group, groups, images.
+    """
+    while True:
+        size, kernel, stride, dilation = zip(*map(axis, range(dims)), strict=True)
+        widest = [min(4, {"reflect": n - 1, "circular": n}.get(mode, 4)) for n in size]
+        padding = tuple((choose.randint(0, most), choose.randint(0, most)) for most in widest)
+        found = Problem(size, kernel, *channels(), stride, dilation, padding, mode)
+        if all(found.small(d) >= 1 for d in range(dims)):
+            return found
+
+
+def swept(
+    choose: random.Random, p: Problem, pass_: str, dtype: torch.dtype, masked: bool, parts: bool, bits: bool = False,
+    layouts: Sequence[str] = ("NCHW", "NHWC", "sliced"), **more: Any,
+) -> Case:  # fmt: skip
+    """A pass in a layout and over contents by chance; masked, with every part of an epilogue, with bits, if asked."""
+    layout = choose.choice(layouts)
+    if masked and layout != "sliced":
+        more["keep"] = filled(p.big_shape if pass_ == "small" else p.small_shape, torch.float32, layout) > 0
+    if parts:
+        more |= epilogue(p.shape(pass_), dtype, layout, bits and writes_bits(p, pass_, layout))
+    return case(p, pass_, dtype, layout, choose.choice(["noise", "steps", "ramp"]), **more)
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -17,25 +17,29 @@ from filelock import FileLock
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "host_cuda"
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
+
+
+def built(build: Path, *options: str, target: str = "all") -> Path:
+    """The folder, in which CMake has built tests/host_cuda: what changed since the last time is compiled again."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    build.mkdir(parents=True, exist_ok=True)
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    with FileLock(build / ".lock"):
+        for command in (
+            ["cmake", "-S", ROOT / "tests" / "host_cuda", "-B", build, *generator, *options],
+            ["cmake", "--build", build, "--target", target, "--parallel", os.cpu_count() or 1],
+        ):
+            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return build
 
 
 @lru_cache(None)
 def program() -> Path:
-    """The program, built once a session: what changed since the last one is compiled again."""
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake is not installed")
-    BUILD.mkdir(parents=True, exist_ok=True)
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    with FileLock(BUILD / ".lock"):
-        for command in (
-            ["cmake", "-S", ROOT / "tests" / "host_cuda", "-B", BUILD, *generator],
-            ["cmake", "--build", BUILD, "--parallel", str(os.cpu_count() or 1)],
-        ):
-            done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-    return BUILD / "host_cuda"
+    """The program, built once."""
+    return built(ROOT / "build" / "host_cuda") / "host_cuda"
 
 
 class Fault(AssertionError):
@@ -57,6 +61,11 @@ class Memory:
             return "-1 0 0"
         whole = self.values.nbytes if self.elements is None else self.elements * self.values.element_size()
         return f"{whole} {self.off} {self.values.nbytes}"
+
+
+def off(dtype: torch.dtype, i: int) -> int:
+    """Every third buffer lies one element off."""
+    return dtype.itemsize if i % 3 == 1 else 0
 
 
 @dataclass
@@ -94,11 +103,7 @@ def run(calls: Sequence[Call]) -> list[list[Tensor | None]]:
                 found[-1].append(None)
                 continue
             size = memory.values.nbytes
-            raw = (
-                torch.frombuffer(bytearray(result[:size]), dtype=torch.uint8)
-                if size
-                else torch.empty(0, dtype=torch.uint8)
-            )
+            raw = torch.frombuffer(bytearray(result[:size]) or bytearray(1), dtype=torch.uint8)[:size]
             found[-1].append(raw.view(memory.values.dtype).view(memory.values.shape))
             result = result[size:]
     assert not len(result)

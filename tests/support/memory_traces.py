@@ -77,9 +77,7 @@ def _blocks() -> list[tuple[str, str, list[tuple[str, str]]]]:
 OPERATORS = {"Conv2d": "aten::convolution", "BatchNorm2d": "aten::native_batch_norm", "ReLU": "aten::relu"}
 
 
-def resnet(
-    scale: float = 1.0, fake: bool = False, checkpoint: bool = False, error: str | None = None, noise: int = 6
-) -> Trace:
+def resnet(scale: float = 1.0, fake=False, checkpoint=False, error: str | None = None, noise: int = 6) -> Trace:
     """A training step of a ResNet-18-like model; `scale` of its activations, its blocks checkpointed if so."""
     draw = random.Random(0)
     run = _Run(operators=fake)
@@ -165,27 +163,17 @@ def resnet(
         run.leave()
     count, time, module, operator, phase = run.peak
     held = [Held("", "(before the step)", "", run.curve[0][1], 1)]
-    held += [
-        Held(n, next(iter(run.modules[n].saved_by)), "forward", kept, 2) for n, kept in sizes.items() if n in reached
-    ]
+    kept = ((name, size) for name, size in sizes.items() if name in reached)
+    held += [Held(name, next(iter(run.modules[name].saved_by)), "forward", size, 2) for name, size in kept]
     held.sort(key=lambda one: (-one.bytes, one.module))
     return Trace(
-        title="ResNet-18, 8 images of 448 × 448, SGD with momentum",
-        device="NVIDIA H100" if not fake else "cuda",
-        fake=fake,
-        clock="operators" if fake else "seconds",
-        amp="bfloat16" if checkpoint else None,
-        static=static,
-        after={**static, "gradients": 45 * MIB} if not error else {},
-        phases=phases,
-        modules=list(run.modules.values()),
-        curve=run.curve,
-        peak=Peak(count, time, module, operator, phase, held),
+        title="ResNet-18, 8 images of 448 × 448, SGD with momentum", device="cuda" if fake else "NVIDIA H100",
+        fake=fake, clock="operators" if fake else "seconds", amp="bfloat16" if checkpoint else None, static=static,
+        after={} if error else {**static, "gradients": 45 * MIB}, phases=phases, modules=list(run.modules.values()),
+        curve=run.curve, peak=Peak(count, time, module, operator, phase, held), duration=run.now, error=error,
         saved=run.modules[""].saved + (0 if error else 3 * MIB),
-        duration=run.now,
         notes=["Memory of cuDNN's handle, 8 MiB, is not counted."],
-        error=error,
-    )
+    )  # fmt: skip
 
 
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 49.00 MiB. <GPU 0>\n  at layer3.0.conv2"
@@ -222,9 +210,8 @@ def huge(modules: int = 2000, stays: int = 20000, points: int = 200000) -> Trace
     while len(names) < modules:
         parent = names[draw.randrange(max(len(names) // 4, 1))]
         names.append(f"{parent}.block_number_{len(names)}".lstrip("."))
-    trace.modules = [
-        ModuleFacts(name, "TransformerEncoderLayer", 10**7, saved=10**6, own_saved=10**5) for name in names
-    ]
+    kind = "TransformerEncoderLayer"
+    trace.modules = [ModuleFacts(name, kind, 10**7, saved=10**6, own_saved=10**5) for name in names]
     for index in range(stays):
         start = 100 * index / stays
         stay = Stretch(("forward", "backward")[index * 2 // stays], start, start + 0.3, 10**6, 10**6, 2 * 10**6)
@@ -237,10 +224,6 @@ def huge(modules: int = 2000, stays: int = 20000, points: int = 200000) -> Trace
 
 
 TRACES: dict[str, Callable[[], Trace]] = {
-    "resnet": resnet,
-    "fake": lambda: resnet(fake=True),
-    "checkpointed": lambda: resnet(checkpoint=True),
-    "unfinished": lambda: resnet(error=OUT_OF_MEMORY),
-    "empty": empty,
-    "hostile": hostile,
-}
+    "resnet": resnet, "fake": lambda: resnet(fake=True), "checkpointed": lambda: resnet(checkpoint=True),
+    "unfinished": lambda: resnet(error=OUT_OF_MEMORY), "empty": empty, "hostile": hostile,
+}  # fmt: skip

@@ -49,9 +49,7 @@ REPEATED = {"Inception3": words("Mixed_5d Mixed_6c Mixed_6d Mixed_6e Mixed_7c")}
 
 
 def shorten(model: nn.Module) -> None:
-    """Leaves two of the blocks that follow each other in a Sequential and have the same class and sizes, and none of
-    REPEATED.
-    """
+    """Leaves two of the blocks of the same class and sizes that follow each other in a Sequential; none of REPEATED."""
     for name in REPEATED.get(type(model).__name__, []):
         setattr(model, name, nn.Identity())
 
@@ -71,13 +69,9 @@ def shorten(model: nn.Module) -> None:
 
 
 def torchvision_case(
-    name: str,
-    inputs: Callable[[], Inputs] | int = SIZE,
-    change: Callable[[Any], None] = lambda model: None,
-    discrete: bool = False,
-    no_double: str = "",
-    **options: Any,
-) -> Case:
+    name: str, inputs: Callable[[], Inputs] | int = SIZE, change: Callable[[Any], None] = lambda model: None,
+    discrete: bool = False, no_double: str = "", **options: Any,
+) -> Case:  # fmt: skip
     def make() -> nn.Module:
         import torchvision
 
@@ -115,20 +109,12 @@ def mvit() -> nn.Module:
     """mvit_v2_s in short: three blocks, at two sizes."""
     from torchvision.models.video.mvit import MSBlockConfig, MViT
 
-    blocks = [
-        MSBlockConfig(heads, channels, channels * wider, [3, 3, 3], [3, 3, 3], [1, step, step], [1, 2, 2])
-        for heads, channels, wider, step in ((1, 32, 1, 1), (1, 32, 2, 2), (2, 64, 1, 1))
-    ]
-    return MViT(
-        spatial_size=(SIZE, SIZE),
-        temporal_size=4,
-        block_setting=blocks,
-        residual_pool=True,
-        residual_with_cls_embed=False,
-        rel_pos_embed=True,
-        proj_after_attn=True,
-        num_classes=CLASSES,
-    )
+    shapes = ((1, 32, 1, 1), (1, 32, 2, 2), (2, 64, 1, 1))
+    rest = [3, 3, 3], [3, 3, 3]
+    blocks = [MSBlockConfig(h, c, c * wider, *rest, [1, step, step], [1, 2, 2]) for h, c, wider, step in shapes]
+    options = dict.fromkeys(("residual_pool", "rel_pos_embed", "proj_after_attn"), True)
+    sizes = {"spatial_size": (SIZE, SIZE), "temporal_size": 4, "num_classes": CLASSES}
+    return MViT(block_setting=blocks, residual_with_cls_embed=False, **sizes, **options)
 
 
 def small_densenet() -> nn.Module:
@@ -137,16 +123,10 @@ def small_densenet() -> nn.Module:
     return DenseNet(16, (2, 2, 2, 2), 16, num_classes=CLASSES)
 
 
-def small_resnet() -> nn.Module:
-    from torchvision.models.resnet import BasicBlock, ResNet
+def small_resnet(block: str, **options: int) -> nn.Module:
+    from torchvision.models import resnet
 
-    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
-
-
-def small_resnext() -> nn.Module:
-    from torchvision.models.resnet import Bottleneck, ResNet
-
-    return ResNet(Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, groups=32, width_per_group=4)
+    return resnet.ResNet(getattr(resnet, block), [1, 1, 1, 1], num_classes=CLASSES, **options)
 
 
 def small_video_resnet() -> nn.Module:
@@ -157,8 +137,8 @@ def small_video_resnet() -> nn.Module:
 
 SMALL = {
     "torchvision/densenet121": small_densenet,
-    "torchvision/resnet18": small_resnet,
-    "torchvision/resnext50_32x4d": small_resnext,
+    "torchvision/resnet18": lambda: small_resnet("BasicBlock"),
+    "torchvision/resnext50_32x4d": lambda: small_resnet("Bottleneck", groups=32, width_per_group=4),
     "torchvision/r3d_18": small_video_resnet,
 }
 """In place of these in the quick run: the same blocks, fewer of them."""
@@ -204,44 +184,27 @@ def detector(name: str, size: int = 96, count: int = BATCH, no_double: str = "",
     return torchvision_case(name, inputs, keep_every_box, True, no_double, **options)
 
 
+AS_THEY_ARE = words("""
+    resnet18 resnet50 resnext50_32x4d wide_resnet50_2 squeezenet1_1 densenet121 shufflenet_v2_x0_5 mobilenet_v2
+    mobilenet_v3_small mnasnet0_5 regnet_x_400mf regnet_y_400mf efficientnet_b0 efficientnet_v2_s convnext_tiny swin_t
+    swin_v2_t
+""")
 TORCHVISION = [
-    torchvision_case("alexnet", SIZE, narrow_classifier),
-    torchvision_case("vgg11", SIZE, narrow_classifier),
-    torchvision_case("vgg11_bn", SIZE, narrow_classifier),
-    torchvision_case("resnet18"),
-    torchvision_case("resnet50"),
-    torchvision_case("resnext50_32x4d"),
-    torchvision_case("wide_resnet50_2"),
-    torchvision_case("squeezenet1_1"),
-    torchvision_case("densenet121"),
+    *(torchvision_case(name, SIZE, narrow_classifier) for name in words("alexnet vgg11 vgg11_bn")),
+    *map(torchvision_case, AS_THEY_ARE),
     torchvision_case("inception_v3", 128, init_weights=True, aux_logits=False),  # the auxiliary head needs 299x299
     torchvision_case("googlenet", init_weights=True),
-    torchvision_case("shufflenet_v2_x0_5"),
-    torchvision_case("mobilenet_v2"),
-    torchvision_case("mobilenet_v3_small"),
-    torchvision_case("mnasnet0_5"),
-    torchvision_case("regnet_x_400mf"),
-    torchvision_case("regnet_y_400mf"),
-    torchvision_case("efficientnet_b0"),
-    torchvision_case("efficientnet_v2_s"),
-    torchvision_case("convnext_tiny"),
     torchvision_case("vit_b_32", image_size=SIZE),
-    torchvision_case("swin_t"),
-    torchvision_case("swin_v2_t"),
     Case("torchvision/maxvit", maxvit, lambda: (picture(),)),
     torchvision_case("fcn_resnet50", weights_backbone=None, aux_loss=True),
     torchvision_case("deeplabv3_mobilenet_v3_large", weights_backbone=None, aux_loss=True),
     torchvision_case("lraspp_mobilenet_v3_large", weights_backbone=None),
-    detector("fasterrcnn_mobilenet_v3_large_320_fpn"),
-    detector("maskrcnn_resnet50_fpn"),
+    *(detector(f"{name}_fpn") for name in words("fasterrcnn_mobilenet_v3_large_320 maskrcnn_resnet50")),
+    *(detector(f"{name}_resnet50_fpn") for name in words("retinanet fcos")),
     detector("keypointrcnn_resnet50_fpn", num_classes=2, no_double="insists on keypoints in float32"),
-    detector("retinanet_resnet50_fpn"),
-    detector("fcos_resnet50_fpn"),
     detector("ssd300_vgg16", 300, 1),
     detector("ssdlite320_mobilenet_v3_large", 320),
-    torchvision_case("r3d_18", clip(4, 32)),
-    torchvision_case("mc3_18", clip(4, 32)),
-    torchvision_case("r2plus1d_18", clip(4, 32)),
+    *(torchvision_case(name, clip(4, 32)) for name in words("r3d_18 mc3_18 r2plus1d_18")),
     torchvision_case("s3d", clip(16, SIZE), small_average),
     Case("torchvision/mvit", mvit, clip(4, SIZE)),
     torchvision_case("swin3d_t", clip(4, SIZE)),
@@ -254,100 +217,31 @@ TORCHVISION_LEFT_OUT = {"quantization": "integer arithmetic, without gradients; 
 # ----------------------------------------------------------------------------------------------------------------------
 # timm
 
-TIMM = {
-    "byoanet": "halonet_h1",
-    "byobnet": "mobileone_s1",
-    "cait": "cait_xxs24_224",
-    "coat": "coat_tiny",
-    "convit": "convit_tiny",
-    "convmixer": "convmixer_768_32",
-    "convnext": "convnext_zepto_rms",
-    "cpubone": "cpubone_nano",
-    "crossvit": "crossvit_tiny_240",
-    "csatv2": "csatv2",
-    "cspnet": "cs3darknet_focus_s",
-    "cspnext": "cspnext_tiny",
-    "davit": "davit_tiny",
-    "deit": "deit_tiny_patch16_224",
-    "densenet": "densenet121",
-    "dla": "dla46x_c",
-    "dpn": "dpn48b",
-    "edgenext": "edgenext_xx_small",
-    "efficientformer": "efficientformer_l1",
-    "efficientformer_v2": "efficientformerv2_s0",
-    "efficientnet": "mobilenetv2_035",
-    "efficientvim": "efficientvim_m1",
-    "efficientvit_mit": "efficientvit_b0",
-    "efficientvit_msra": "efficientvit_m0",
-    "eva": "vit_tiny_patch16_dinov3_qkvb",
-    "fasternet": "fasternet_t0",
-    "fastvit": "fastvit_t8",
-    "focalnet": "focalnet_tiny_srf",
-    "gcvit": "gcvit_xxtiny",
-    "ghostnet": "ghostnet_050",
-    "hardcorenas": "hardcorenas_b",
-    "hgnet": "hgnetv2_b0",
-    "hiera": "hiera_tiny_224",
-    "hieradet_sam2": "sam2_hiera_tiny",
-    "hrnet": "hrnet_w18_small",
-    "iformer": "iformer_t",
-    "inception_next": "inception_next_atto",
-    "inception_resnet_v2": "inception_resnet_v2",
-    "inception_v3": "inception_v3",
-    "inception_v4": "inception_v4",
-    "lcnetv2": "lcnetv2_small",
-    "levit": "levit_128s",
-    "lowformer": "lowformer_b0",
-    "mambaout": "mambaout_femto",
-    "maxxvit": "maxvit_pico_rw_256",
-    "metaformer": "poolformerv2_s12",
-    "mlp_mixer": "gmlp_ti16_224",
-    "mobilenetv3": "lcnet_035",
-    "mobilenetv5": "mobilenetv5_base",
-    "mobilevit": "mobilevit_xxs",
-    "mvitv2": "mvitv2_tiny",
-    "nasnet": "nasnetalarge",
-    "nest": "nest_tiny",
-    "nextvit": "nextvit_small",
-    "nfnet": "nf_regnet_b0",
-    "pit": "pit_ti_224",
-    "pnasnet": "pnasnet5large",
-    "pvt_v2": "pvt_v2_b0",
-    "rdnet": "rdnet_tiny",
-    "regnet": "regnetx_002",
-    "repghost": "repghostnet_050",
-    "repvit": "repvit_m1",
-    "res2net": "res2next50",
-    "resnest": "resnest14d",
-    "resnet": "resnet10t",
-    "resnetv2": "resnetv2_18",
-    "rexnet": "rexnet_100",
-    "selecsls": "selecsls42",
-    "senet": "legacy_seresnet18",
-    "sequencer": "sequencer2d_s",
-    "shvit": "shvit_s1",
-    "sknet": "skresnet18",
-    "starnet": "starnet_s050",
-    "swiftformer": "swiftformer_xs",
-    "swin_transformer": "swin_tiny_patch4_window7_224",
-    "swin_transformer_v2": "swinv2_tiny_window16_256",
-    "swin_transformer_v2_cr": "swinv2_cr_tiny_224",
-    "tiny_vit": "tiny_vit_5m_224",
-    "tnt": "tnt_s_legacy_patch16_224",
-    "tresnet": "tresnet_m",
-    "twins": "twins_svt_small",
-    "vgg": "vgg11",
-    "visformer": "visformer_tiny",
-    "vision_transformer": "vit_tiny_patch16_224",
-    "vision_transformer_hybrid": "vit_tiny_r_s16_p8_224",
-    "vision_transformer_relpos": "vit_srelpos_small_patch16_224",
-    "vitamin": "vitamin_small_224",
-    "volo": "volo_d1_224",
-    "vovnet": "ese_vovnet19b_slim_dw",
-    "xception": "legacy_xception",
-    "xception_aligned": "xception41p",
-    "xcit": "xcit_nano_12_p8_224",
-}
+_PAIRS = words("""
+    byoanet:halonet_h1 byobnet:mobileone_s1 cait:cait_xxs24_224 coat:coat_tiny convit:convit_tiny
+    convmixer:convmixer_768_32 convnext:convnext_zepto_rms cpubone:cpubone_nano crossvit:crossvit_tiny_240 csatv2:csatv2
+    cspnet:cs3darknet_focus_s cspnext:cspnext_tiny davit:davit_tiny deit:deit_tiny_patch16_224 densenet:densenet121
+    dla:dla46x_c dpn:dpn48b edgenext:edgenext_xx_small efficientformer:efficientformer_l1
+    efficientformer_v2:efficientformerv2_s0 efficientnet:mobilenetv2_035 efficientvim:efficientvim_m1
+    efficientvit_mit:efficientvit_b0 efficientvit_msra:efficientvit_m0 eva:vit_tiny_patch16_dinov3_qkvb
+    fasternet:fasternet_t0 fastvit:fastvit_t8 focalnet:focalnet_tiny_srf gcvit:gcvit_xxtiny ghostnet:ghostnet_050
+    hardcorenas:hardcorenas_b hgnet:hgnetv2_b0 hiera:hiera_tiny_224 hieradet_sam2:sam2_hiera_tiny hrnet:hrnet_w18_small
+    iformer:iformer_t inception_next:inception_next_atto inception_resnet_v2:inception_resnet_v2
+    inception_v3:inception_v3 inception_v4:inception_v4 lcnetv2:lcnetv2_small levit:levit_128s lowformer:lowformer_b0
+    mambaout:mambaout_femto maxxvit:maxvit_pico_rw_256 metaformer:poolformerv2_s12 mlp_mixer:gmlp_ti16_224
+    mobilenetv3:lcnet_035 mobilenetv5:mobilenetv5_base mobilevit:mobilevit_xxs mvitv2:mvitv2_tiny nasnet:nasnetalarge
+    nest:nest_tiny nextvit:nextvit_small nfnet:nf_regnet_b0 pit:pit_ti_224 pnasnet:pnasnet5large pvt_v2:pvt_v2_b0
+    rdnet:rdnet_tiny regnet:regnetx_002 repghost:repghostnet_050 repvit:repvit_m1 res2net:res2next50 resnest:resnest14d
+    resnet:resnet10t resnetv2:resnetv2_18 rexnet:rexnet_100 selecsls:selecsls42 senet:legacy_seresnet18
+    sequencer:sequencer2d_s shvit:shvit_s1 sknet:skresnet18 starnet:starnet_s050 swiftformer:swiftformer_xs
+    swin_transformer:swin_tiny_patch4_window7_224 swin_transformer_v2:swinv2_tiny_window16_256
+    swin_transformer_v2_cr:swinv2_cr_tiny_224 tiny_vit:tiny_vit_5m_224 tnt:tnt_s_legacy_patch16_224 tresnet:tresnet_m
+    twins:twins_svt_small vgg:vgg11 visformer:visformer_tiny vision_transformer:vit_tiny_patch16_224
+    vision_transformer_hybrid:vit_tiny_r_s16_p8_224 vision_transformer_relpos:vit_srelpos_small_patch16_224
+    vitamin:vitamin_small_224 volo:volo_d1_224 vovnet:ese_vovnet19b_slim_dw xception:legacy_xception
+    xception_aligned:xception41p xcit:xcit_nano_12_p8_224
+""")
+TIMM = dict(pair.split(":") for pair in _PAIRS)
 """Family to its smallest member."""
 
 TIMM_LEFT_OUT = words("beit deepseek_vit gemma4_vit naflexvit qwen3_vit vision_transformer_sam")
@@ -365,10 +259,8 @@ TIMM_MORE = words("""
 
 TIMM_SIZES = {
     **dict.fromkeys(("inception_v3", "inception_v4", "inception_resnet_v2"), 128),
-    "efficientformer_l1": 224,
-    "halonet_h1": 256,
-    "bat_resnext26ts": 256,
-}
+    "efficientformer_l1": 224, "halonet_h1": 256, "bat_resnext26ts": 256,
+}  # fmt: skip
 """Larger than SIZE where a kernel would not fit, or where the size is built in."""
 
 TIMM_IMG_SIZE = words("""
@@ -420,25 +312,21 @@ def smallest_timm_members() -> dict[str, str]:
 
 BLOCKS: dict[str, Any] = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
 DOWN_UP: dict[str, Any] = {
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
     "attention_head_dim": 4,
-}
-CODER: dict[str, Any] = {
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}  # fmt: skip
+CODER: dict[str, Any] = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("encoder_block_out_channels", "decoder_block_out_channels"), (8, 8)),
+    **dict.fromkeys(("num_encoder_blocks", "num_decoder_blocks"), (1, 1)),
 }
 CROSS: dict[str, Any] = {
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 8,
-    "attention_head_dim": 4,
-}
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 8, "attention_head_dim": 4,
+}  # fmt: skip
 
 
-def diffusers_case(
-    name: str, inputs: Callable[[], Inputs], discrete: bool = False, no_double: str = "", **options: Any
-) -> Case:
+def diffusers_case(name: str, inputs: Callable[[], Inputs], discrete=False, no_double="", **options: Any) -> Case:
     def make() -> nn.Module:
         import diffusers
 
@@ -450,16 +338,7 @@ def diffusers_case(
 DIFFUSERS = [
     diffusers_case("AutoencoderKL", lambda: (picture(32),), **BLOCKS | CODER),
     diffusers_case("VQModel", lambda: (picture(32),), True, **BLOCKS | CODER, num_vq_embeddings=16),
-    diffusers_case(
-        "AutoencoderTiny",
-        lambda: (picture(32),),
-        True,
-        "rounds to bytes, in float32",
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1),
-    ),
+    diffusers_case("AutoencoderTiny", lambda: (picture(32),), True, "rounds to bytes, in float32", **TINY),
     diffusers_case("UNet2DModel", lambda: (picture(32), 7), **BLOCKS | DOWN_UP),
     diffusers_case("UNet2DConditionModel", lambda: (picture(32, 4), 7, torch.randn(BATCH, 5, 8)), **BLOCKS | CROSS),
     diffusers_case(
@@ -470,4 +349,4 @@ DIFFUSERS = [
 
 if __name__ == "__main__":
     for family, smallest in smallest_timm_members().items():
-        print(f'    "{family}": "{smallest}",', "" if TIMM.get(family) == smallest else "# not what is stored")
+        print(f"{family}:{smallest}", "" if TIMM.get(family) == smallest else "(not what is stored)")

@@ -7,9 +7,10 @@ code, which tests the tests.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,3 +61,38 @@ def near(name: str, got: Tensor, exact: Tensor, slack: Tensor | float, dtype: to
     error = (got.detach().cpu().double() - exact).abs()
     ratio = (error / (UNIT[dtype] * exact.abs() + slack + tiny)).nan_to_num(float("inf"))
     assert ratio.numel() == 0 or ratio.max() <= 1, f"{name}: error {float(ratio.max()):.3g} times its bound"
+
+
+class Mistaken:
+    """torch.ops.patchconv with a mistake in what one operator returns, or each of them."""
+
+    def __init__(self, mistake: Callable[[Any], Any], operator: str = "") -> None:
+        self.mistake, self.operator = mistake, operator
+
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(torch.ops.patchconv, name)
+        return (lambda *given: self.mistake(made(*given))) if self.operator in ("", name) else made
+
+
+def large(elements: int, device: str, mean: float = 0.0) -> tuple[Tensor, list[slice]]:
+    """So many numbers (bfloat16), and places that are looked at: the first ones, those about 2^31, and the last."""
+    generator = torch.Generator(device).manual_seed(23)
+    flat = torch.empty(elements, dtype=torch.bfloat16, device=device)
+    for part in flat.split(2**27):
+        part.copy_(torch.randn(len(part), device=device, generator=generator) + mean)
+    length = min(2**16, elements // 4 * 4)
+    starts = {0, max(0, min(2**31, elements) - length // 2) // 4 * 4, (elements - length) // 4 * 4}
+    return flat, [slice(start, min(start + length, elements)) for start in sorted(starts)]
+
+
+def philox(seed: int, first: int, count: int) -> np.ndarray:
+    """`count` words of Philox4x32-10 from block `first` on: the seed is its key, the block's number its counter."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    blocks = np.arange(first, first + -(-count // 4), dtype=np.uint64)
+    a, b, c, d = blocks & low, blocks >> shift, np.zeros_like(blocks), np.zeros_like(blocks)
+    key = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        one, two = np.uint64(0xD2511F53) * a, np.uint64(0xCD9E8D57) * c
+        a, b, c, d = two >> shift ^ b ^ np.uint64(key[0]), two & low, one >> shift ^ d ^ np.uint64(key[1]), one & low
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.stack([a, b, c, d], 1).reshape(-1)[:count]

@@ -51,11 +51,7 @@ def name_of(value: Any) -> str | None:
     return None
 
 
-def pairwise(
-    allowed: Callable[..., bool] = lambda **case: True,
-    ids: Callable[[Any], str | None] = name_of,
-    **values: Sequence[Any],
-) -> pytest.MarkDecorator:
+def pairwise(allowed: Callable[..., bool] = lambda **case: True, ids: Any = name_of, **values: Sequence[Any]) -> Any:
     """`pytest.mark.parametrize` over `covering` cases: pairwise(dtype=[...], layout=[...], mode=[...])."""
     cases = covering(values, allowed)
     return pytest.mark.parametrize(list(values), [tuple(case.values()) for case in cases], ids=ids)

@@ -30,9 +30,7 @@ def _rank(rank: int, world: int, folder: str, timeout: float, function: Callable
     return result
 
 
-def run(
-    world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, errors: bool = False
-) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, errors=False) -> list[Any]:
     """function(rank, world, *args) on every rank. errors: give what was raised, as text, in a result's place; None for
     a process that died. Otherwise Failed is raised.
     """

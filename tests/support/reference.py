@@ -60,10 +60,8 @@ def output_size(size: int, kernel: int, stride: int, pair: tuple[int, int], dila
     return (size + pair[0] + pair[1] - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def transposed_output_size(
-    size: int, kernel: int, stride: int, padding: int, output_padding: int, dilation: int
-) -> int:
-    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+def transposed_output_size(size: int, kernel: int, stride: int, padding: int, extra: int, dilation: int) -> int:
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1
 
 
 # Letters of the einsums: n batch, c input channels, k output channels; pqo positions and rst taps, one of
@@ -78,18 +76,10 @@ def _by_group(equation: str, data: Tensor, weight: Tensor, groups: int, weight_a
 
 
 def conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints | str = 0,
-    dilation: Ints = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-) -> Tensor:
-    """Cross-correlation in float64 for 1 to 3 spatial dimensions; an unbatched input gives an unbatched
-    output.
-    """
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Ints = 1, padding: Ints | str = 0,
+    dilation: Ints = 1, groups: int = 1, padding_mode: str = "zeros",
+) -> Tensor:  # fmt: skip
+    """Cross-correlation in float64 for 1 to 3 spatial dimensions; an unbatched input gives an unbatched output."""
     kernel = list(weight.shape[2:])
     dims = len(kernel)
     strides, dilations = per_dimension(stride, dims), per_dimension(dilation, dims)
@@ -103,11 +93,8 @@ def conv(
     for d in range(dims):
         axis, size = 2 + 2 * d, patches.shape[2 + 2 * d]
         count = output_size(size, kernel[d], strides[d], pairs[d], dilations[d])
-        seen = [
-            source_index(position * strides[d] + tap * dilations[d] - pairs[d][0], size, padding_mode)
-            for position in range(count)
-            for tap in range(kernel[d])
-        ]
+        starts, places = [position * strides[d] - pairs[d][0] for position in range(count)], range(kernel[d])
+        seen = [source_index(start + tap * dilations[d], size, padding_mode) for start in starts for tap in places]
         index = torch.tensor([s or 0 for s in seen], dtype=torch.long, device=patches.device)
         shown = torch.tensor([s is not None for s in seen], device=patches.device)
         shape = [1] * patches.dim()
@@ -124,18 +111,10 @@ def conv(
 
 
 def conv_transpose(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Ints = 1,
-    padding: Ints = 0,
-    output_padding: Ints = 0,
-    groups: int = 1,
-    dilation: Ints = 1,
-) -> Tensor:
-    """Transposed convolution in float64: every input element adds its kernel to a canvas, whose border is cut
-    off.
-    """
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Ints = 1, padding: Ints = 0,
+    output_padding: Ints = 0, groups: int = 1, dilation: Ints = 1,
+) -> Tensor:  # fmt: skip
+    """Transposed convolution in float64: every input element adds its kernel to a canvas, whose border is cut off."""
     kernel = list(weight.shape[2:])
     dims = len(kernel)
     strides, dilations = per_dimension(stride, dims), per_dimension(dilation, dims)
@@ -162,9 +141,7 @@ def conv_transpose(
     return canvas.squeeze(0) if unbatched else canvas
 
 
-def gradients(
-    output: Tensor, leaves: Sequence[Tensor | None], grad_output: Tensor, create_graph: bool = False
-) -> list[Tensor | None]:
+def gradients(output: Tensor, leaves: Sequence[Tensor | None], grad_output: Tensor, create_graph=False) -> list:
     """d<output, grad_output>/d(leaf) for each leaf that requires a gradient, None for the others."""
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     found = torch.autograd.grad(output, wanted, grad_output, create_graph=create_graph) if wanted else ()

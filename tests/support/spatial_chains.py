@@ -57,11 +57,16 @@ class Bias(nn.Module):
 
 
 def structured(shape: tuple[int, ...]) -> Tensor:
-    """A vertical and a horizontal slope, stripes, and a little noise: parts differ much from each other."""
-    n, c, h, w = shape
+    """A vertical and a horizontal slope, stripes, and a little noise: parts differ much from each other. Of a volume,
+    each layer is another multiple of that; a signal is one row.
+    """
+    n, c, *depth, h, w = shape if len(shape) > 3 else (*shape[:2], 1, *shape[2:])
     rows, columns = torch.linspace(0, 5, h).view(-1, 1), torch.linspace(-2, 1, w)
     base = rows.square() + columns + (rows * 7).sin()
-    return base.expand(shape).double() * torch.linspace(0.5, 2, n * c).view(n, c, 1, 1) + 0.1 * torch.randn(shape)
+    for size in depth:
+        base = base * torch.linspace(1, 3, size).view(-1, 1, 1)
+    scales = torch.linspace(0.5, 2, n * c).view(n, c, *[1] * base.dim())
+    return (base.expand(n, c, *base.shape).double() * scales).view(shape) + 0.1 * torch.randn(shape)
 
 
 def _layer(r: random.Random, channels: int, size: tuple[int, int]) -> tuple[nn.Module, int]:

@@ -1,0 +1,77 @@
+"""The table and the figure of what bench.tile measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .drawing import COLOURS, bare, canvas, foot
+from .measure import MIB
+from .tables import Row, Section, mib
+
+TITLES = {
+    "features": "ResNet-18 features", "mobilenet": "MobileNetV2 features", "unet": "U-Net",
+    "decoder": "AutoencoderKL decoder",
+}  # fmt: skip
+RIVAL = "diffusers' tiling"
+TEXT = (
+    "Float32, NCHW, batch 1, random weights, no gradients. Peak: the most that torch allocates in a call above the "
+    "input, the parameters and the result. Process: how far the process's resident memory grew in that call, without "
+    "the result. Time: the least of three calls, each form in a process of its own, one after the other; planning is "
+    "done in the call before them. (p): predicted, since stock does not fit."
+)
+
+
+def _pixels(row: Row) -> float:
+    return float(row["side"] ** 2 / 1e6)
+
+
+def sections(data: Row) -> Iterator[Section]:
+    yield Section(TEXT)
+    for case in dict.fromkeys(row["case"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["case"] == case]
+        stock = {row["side"]: row for row in rows if row["form"] == "stock"}
+        error = data["errors"].get(case, {})
+        said = ", ".join(f"{form} {value:.3g}" for form, value in error.items())
+        yield Section(
+            f"Root mean square error against float64, in units of stock's own: {said}." if said else "",
+            ["megapixels", "form", "peak, MiB", "process, MiB", "seconds", "of stock's"],
+            [_line(row, stock[row["side"]]) for row in rows],
+            TITLES[case],
+        )
+
+
+def _line(row: Row, stock: Row) -> list[str]:
+    line = [f"{_pixels(row):.1f}", row["form"]]
+    if "peak" not in row:
+        return [*line, row["error"], "", "", ""]
+    seconds = row.get("seconds")
+    of = f"{seconds / stock['seconds']:.2f}" if seconds and stock.get("seconds") else ""
+    peak = mib(row["peak"]) + " (p)" * row.get("predicted", False)
+    return [*line, peak, mib(row["process"]) if "process" in row else "", f"{seconds:.2f}" if seconds else "", of]
+
+
+def figure(data: Row) -> Any:
+    """Peaks against megapixels, a panel a network."""
+    cases = list(dict.fromkeys(row["case"] for row in data["rows"]))
+    drawn, places = canvas(1, len(cases), 4 * len(cases), 3.6)
+    for axes, case in zip(places[0], cases, strict=True):
+        rows = [row for row in data["rows"] if row["case"] == case and "peak" in row]
+        for form in dict.fromkeys(row["form"] for row in rows):
+            mine = [row for row in rows if row["form"] == form]
+            colour = {"stock": COLOURS["stock"], RIVAL: COLOURS["patch_conv"]}.get(form, COLOURS["ours"])
+            axes.plot(
+                [_pixels(row) for row in mine], [row["peak"] / MIB for row in mine], marker="o", markersize=4,
+                linestyle=":" if "," in form else "-", color=colour, label=form,
+            )  # fmt: skip
+            for one in (one for one in mine if one.get("predicted")):
+                axes.plot(_pixels(one), one["peak"] / MIB, marker="o", markersize=6, color="white", mec=colour)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(TITLES[case], fontsize=9)
+        axes.set_xlabel("megapixels", fontsize=8)
+        axes.legend(fontsize=7, frameon=False)
+        bare(axes)
+    places[0][0].set_ylabel("peak, MiB (hollow: predicted)", fontsize=8)
+    foot(drawn, data)
+    return drawn

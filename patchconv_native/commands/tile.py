@@ -1,0 +1,157 @@
+"""Runs a model on an image on disk strip by strip, in a memory budget, and writes its result to disk.
+
+INPUT and OUTPUT are .npy files, .zarr arrays or TIFF files, (N, C, H, W); of a TIFF file, pages or samples are the
+channels. The model runs in eval mode and gets INPUT in its own dtype. Models from a library have random weights, but
+for --weights. --resume goes on from the last strips that are written down in OUTPUT.journal, at most a few seconds
+before the end of a process that was killed; rows that these strips had kept for the next one are computed again. A
+network that needs the whole image first, as for the statistics of a norm, can go on only where the values it keeps are
+in files: with --store. Without one it begins again.
+
+  patchconv_native tile my_models.py:unet scan.npy mask.npy --budget 2GiB
+  patchconv_native tile my_models.py:unet scan.tiff mask.zarr --budget 2GiB --store ./scratch --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import patchconv_native as pc
+
+from ..tiles.arguments import Arguments
+from ..tiles.arrays import check_out
+from ..tiles.journal import Journal
+from ..tiles.plan import TilePlan
+from ..tiles.record import Ref
+from ..tiles.tiling import plan_call, run_plan
+from . import images, models, options
+from .errors import Failed, Mistake, line
+from .progress import Progress, note, wrote
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument("input", type=Path, metavar="INPUT", help=f"the image: {images.FORMATS}")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help=f"the result: {images.FORMATS}")
+    parser.add_argument(
+        "--budget", type=options.budget, metavar="BYTES", help="memory above the parameters: 2GiB, 500MB"
+    )
+    parser.add_argument("--tile", type=options.whole(1), metavar="N", help="rows of the result that a strip has")
+    parser.add_argument("--store", metavar="FOLDER", help="keep values between sweeps there; cpu: in the host's memory")
+    parser.add_argument("--resume", action="store_true", help="go on from where a process was killed (see above)")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model, by torch.save")
+    parser.add_argument(
+        "--device", type=options.device_name, metavar="cpu|cuda", help="or cuda:1 and so on (default: the GPU, if any)"
+    )
+    options.add_quiet(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = options.device(arguments.device, computed=True)
+    images.check("INPUT", arguments.input)
+    images.check("OUTPUT", arguments.output)
+    parent = arguments.output.parent
+    if not parent.is_dir():
+        raise Mistake(f"OUTPUT {arguments.output}: there is no folder {parent}")
+    if arguments.output.resolve() == arguments.input.resolve():
+        raise Mistake("expected OUTPUT to be another file than INPUT")
+    source = models.find(arguments.model)
+    image = images.read(arguments.input)
+    model = _model(source, arguments, device)
+    with torch.no_grad():
+        try:
+            _tile(model, image, arguments)
+        except (pc.BudgetError, pc.NotServed) as error:
+            raise Failed(str(error).removeprefix("tile: ")) from error
+        except ValueError as error:
+            if not str(error).startswith("tile: "):
+                raise Failed(f"the model failed on {arguments.input}: {line(error)}") from error
+            raise Mistake(str(error).removeprefix("tile: ")) from error
+        except (RuntimeError, TypeError, OSError) as error:
+            raise Failed(f"the model failed on {arguments.input}: {line(error)}") from error
+    wrote([arguments.output])
+    return 0
+
+
+def _model(source: models.Source, arguments: argparse.Namespace, device: torch.device) -> nn.Module:
+    model = source.build().eval()
+    if arguments.weights is not None:
+        try:
+            model.load_state_dict(torch.load(arguments.weights, map_location="cpu", weights_only=True))
+        except Exception as error:
+            raise Failed(f"--weights {arguments.weights}: {line(error)}") from error
+    return model.to(device)
+
+
+def _tile(model: nn.Module, image: Any, arguments: argparse.Namespace) -> None:
+    given = Arguments((image,), arrays=True)
+    store = "device" if arguments.store is None else arguments.store if arguments.store == "cpu" else _folder(arguments)
+    plan = plan_call("tile", model, model, given, arguments.budget, arguments.tile, store, out_later=True)
+    journal = Journal(Path(f"{arguments.output}.journal"), _identity(model, image, plan, arguments))
+    again = False
+    if arguments.resume:
+        try:
+            again = journal.load() and arguments.output.exists()
+        except ValueError as error:
+            raise Mistake(f"--resume: {error}; without --resume, tile begins again") from error
+        if not again:
+            journal.state = None
+            note(f"nothing is written down in {journal.path}: beginning")
+    else:
+        journal.finish()
+    out = _output(plan, image, arguments, again)
+    with Progress(arguments.quiet, left=True) as progress:
+        run_plan(plan, given, out, lambda done, of: progress.at("strip", done, of), journal)
+    if hasattr(out, "flush"):
+        out.flush()
+    journal.finish()
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    path = Path(arguments.store)
+    if not path.is_dir():
+        raise Mistake(f"--store {path}: expected a folder that is there, or cpu")
+    return path
+
+
+def _output(plan: TilePlan, image: Any, arguments: argparse.Namespace, again: bool) -> Any:
+    """OUTPUT, as an array."""
+    graph = plan.graph
+    if not isinstance(graph.result, Ref):
+        raise Mistake(
+            f"expected a model whose result is one tensor, got one that returns {type(graph.result).__name__}"
+        )
+    fake = graph.fakes[graph.result.index]
+    try:
+        dtype = torch.empty(0, dtype=fake.dtype).numpy().dtype
+    except TypeError:
+        name = str(fake.dtype).removeprefix("torch.")
+        raise Mistake(f"numpy has no {name}, the dtype of the result: end the model with .float()") from None
+    strips = max((sweep.strips for sweep in plan.sweeps if sweep.results), default=1)
+    strip = -(-fake.shape[2] // strips) if fake.dim() > 2 else 1
+    out = images.write(arguments.output, tuple(fake.shape), dtype, strip, again)
+    check_out("tile", out, graph, [image])
+    return out
+
+
+def _identity(model: nn.Module, image: Any, plan: TilePlan, arguments: argparse.Namespace) -> str:
+    """Of all that the result follows from."""
+    state = os.stat(arguments.input)
+    digest = hashlib.sha256()
+    digest.update(repr((
+        pc.__version__, torch.__version__, arguments.model, str(arguments.input.resolve()), state.st_size,
+        state.st_mtime_ns, tuple(image.shape), str(image.dtype), str(arguments.output.resolve()), plan.store,
+        [(call.name, call.module) for call in plan.graph.calls],
+        [(sweep.number, sweep.strips) for sweep in plan.sweeps],
+    )).encode())  # fmt: skip
+    for name, value in model.state_dict().items():
+        digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
+        for part in value.detach().flatten().split(2**22):
+            digest.update(part.cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,87 @@
+"""What a module is called with: images, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..spatial import NotServed
+from .arrays import is_array
+from .record import Recorded
+from .state import containers, contents, objects, put, same
+
+
+class Arguments:
+    """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut."""
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, arrays: bool = False, dim: int = 2,
+        owner: str = "tile",
+    ) -> None:  # fmt: skip
+        self._given = (args, kwargs or {})
+        leaves, self._spec = tree_flatten(self._given)
+        sizes = [len(leaf.shape) if isinstance(leaf, Tensor) or (arrays and is_array(leaf)) else 0 for leaf in leaves]
+        most = max(sizes, default=0)
+        if most < 3:
+            raise ValueError(f"{owner}: expected x to have 3 dimensions or more, such as (N, C, H, W), got {most}")
+        if isinstance(dim, bool) or not isinstance(dim, int) or not 2 <= dim < most:
+            raise ValueError(f"{owner}: expected dim to be from 2 to {most - 1}, a spatial dimension of x, got {dim!r}")
+        self.dim = dim
+        self._leaves = leaves
+        self._places = [i for i, size in enumerate(sizes) if size == most]
+        self.images: list[Any] = [leaves[i] for i in self._places]
+
+    def rest(self) -> Any:
+        """All but the images, to tell calls apart; None where it holds tensors or objects."""
+        rest = [None if i in self._places else leaf for i, leaf in enumerate(self._leaves)]
+        return None if any(isinstance(leaf, Tensor) for leaf in rest) else (str(self._spec), tuple(map(repr, rest)))
+
+    def objects(self) -> list[Any]:
+        """Those that the module gets as they are, and may change."""
+        return objects(self._leaves)
+
+    def record(self, module: Callable[..., Any], images: Sequence[Recorded]) -> tuple[Any, dict[int, dict[Any, Any]]]:
+        """The result of module(*arguments) with other images, and the lists and mappings among the arguments that it
+        has changed: by their numbers, what they hold now. The caller's own are as they were.
+        """
+        leaves = list(self._leaves)
+        for place, image in zip(self._places, images, strict=True):
+            leaves[place] = image
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        own = containers((args, tuple(kwargs.values())))
+        before = list(map(contents, own))
+        kept = [one for values in before for one in values.values() if isinstance(one, Recorded)]
+        versions = [one._index for one in kept]
+        result = module(*args, **kwargs)
+        if any(one._lost or one._index != version for one, version in zip(kept, versions, strict=True)):
+            raise NotServed("tile: writing into a tensor that is handed in in a list or mapping is not served")
+        changed = {}
+        for number, (container, old) in enumerate(zip(own, before, strict=True)):
+            now = contents(container)
+            if not same(now, old):
+                changed[number] = {key: _SAME if old.get(key, _SAME) is value else value for key, value in now.items()}
+        caller = self._containers()
+        if changed and len(set(map(id, caller))) < len(caller):
+            raise NotServed("tile: changing lists or mappings of which one is handed in twice is not served")
+        return result, changed
+
+    def change(self, changed: dict[int, dict[Any, Any]]) -> None:
+        """Does to the caller's lists and mappings what a recorded call did to its own."""
+        caller = self._containers()
+        for number, values in changed.items():
+            old = contents(caller[number])
+            put(caller[number], {key: old[key] if value is _SAME else value for key, value in values.items()})
+
+    def _containers(self) -> list[Any]:
+        args, kwargs = self._given
+        return containers((args, tuple(kwargs.values())))
+
+
+class _Same:
+    """In place of what a list or mapping held there before."""
+
+
+_SAME = _Same()

@@ -1,0 +1,140 @@
+"""What a recorded graph's convolutions become before it is planned.
+
+A batch norm in eval mode, behind a convolution that nothing else reads, becomes a part of the convolution: its scale
+goes into the weight, its shift into the bias. That saves a pass over the convolution's result. And where a CPU is
+faster in channels_last, strips are in channels_last, whatever the image and the result are in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..spatial import SpatialTensor
+from ..spatial.layout import in_layout_of
+from ..spatial.rules import RULES, rule
+from .record import Call, Graph
+
+_PLACES_A_WEIGHT = 128
+"""A weight is scaled anew for each strip. One is left alone that has more than 1/128 of the result's elements."""
+
+
+def _named(*names: str) -> set[Any]:
+    ops = torch.ops.patchconv
+    return {f for name in names for f in (getattr(torch, name), getattr(ops, name), getattr(ops, name).default)}
+
+
+_CONVS = _named("conv1d", "conv2d", "conv3d")
+_IN_2D = _named("conv2d", "conv_transpose2d")
+_FASTER_IN_CHANNELS_LAST = {"max_pool2d", "avg_pool2d", "cat", "add", "add_", "__add__", "__iadd__", "interpolate"}
+"""Besides convolutions and what is computed by place. Group norms, and means over the image, are slower there."""
+_Norm = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+"""Running mean, running variance, weight, bias and eps."""
+
+
+def conv_of_strips(
+    input: Any, weight: Tensor, bias: Tensor | None, conv: Callable[..., Any], rest: tuple[Any, ...],
+    others: dict[str, Any], norm: _Norm | None,
+) -> Any:  # fmt: skip
+    """conv(input, weight, bias, *rest, **others), and a batch norm in eval mode behind it. The weight is turned into
+    the input's layout here, and not within the convolution, where nobody could count the memory of that.
+    """
+    if norm is not None:
+        mean, variance, gain, shift, eps = norm
+        scale = (variance.double() + eps).rsqrt_()  # in float64: what is rounded here is off at every place
+        if gain is not None:
+            scale.mul_(gain)
+        offset = (mean.double() if bias is None else mean.double() - bias) * scale
+        bias = (offset.neg_() if shift is None else shift - offset).to(weight.dtype)
+        weight = weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1))
+    spatial = isinstance(input, SpatialTensor)
+    weight = in_layout_of(input._local if spatial else input, weight)
+    return (RULES[conv] if spatial else conv)(input, weight, bias, *rest, **others)
+
+
+rule(conv_of_strips)(conv_of_strips)
+
+
+def fold_norms(graph: Graph) -> None:
+    """Folds the batch norms of a recorded module, where that is exact to rounding: not in half precision, whose
+    weights are too coarse.
+    """
+    readers = Counter(v for call in graph.calls for v in call.inputs)
+    readers.update(graph.results)
+    made = {call.outputs[0]: call for call in graph.calls if call.function in _CONVS}
+    gone = set()
+    for number, call in enumerate(graph.calls):
+        conv = made.get(call.inputs[0]) if len(call.inputs) == 1 else None
+        norm = _eval_norm(call)
+        if conv is None or norm is None or readers[call.inputs[0]] > 1 or not _is_exact(graph, conv, call, norm):
+            continue
+        graph.calls[number] = _as_strips(conv, norm, call)
+        gone.add(conv)
+    graph.calls = [call for call in graph.calls if call not in gone]
+
+
+def _as_strips(conv: Call, norm: _Norm | None, last: Call) -> Call:
+    """A convolution as a call of `conv_of_strips`, with the result of `last`."""
+    given = dict(zip(("input", "weight", "bias"), conv.args, strict=False)) | conv.kwargs
+    first = [given.pop(name, None) for name in ("input", "weight", "bias")]
+    return Call(
+        conv_of_strips, (*first, conv.function, conv.args[3:], given, norm), {}, conv.module, conv.autocast, last.result
+    )
+
+
+def _is_exact(graph: Graph, conv: Call, call: Call, norm: _Norm) -> bool:
+    """Whether a norm can go into the weight and the bias, and the weight is small."""
+    if conv.autocast[2] or call.autocast[2] or len(conv.inputs) > 1:
+        return False
+    result = graph.fakes[call.outputs[0]]
+    if result.dim() != conv.constants[0].dim():
+        return False  # of one image without a batch: the norm's channels are the rows
+    tensors = [*conv.constants, *(t for t in norm if isinstance(t, Tensor))]
+    if result.dtype not in (torch.float32, torch.float64) or any(t.dtype != result.dtype for t in tensors):
+        return False
+    return max(t.numel() for t in conv.constants) * _PLACES_A_WEIGHT <= result.numel()
+
+
+def in_channels_last(graph: Graph) -> Graph | None:
+    """A graph whose strips are in channels_last, for a network that is faster so: of convolutions, pools, activations
+    and sums, in float32 on a CPU. Its results keep their layout. None for other networks.
+    """
+    of_convs = [call.function in _IN_2D or call.function is conv_of_strips for call in graph.calls]
+    if not any(of_convs) or not all(_is_faster(graph, call) for call in graph.calls):
+        return None
+    calls = [_as_strips(call, None, call) if call.function in _IN_2D else call for call in graph.calls]
+    with graph.mode:
+        fakes = [cast(FakeTensor, fake.contiguous(memory_format=torch.channels_last)) for fake in graph.fakes]
+    strides = {v: graph.fakes[v].stride() for v in graph.results}
+    return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
+
+
+def _is_faster(graph: Graph, call: Call) -> bool:
+    for v in (*call.inputs, *call.outputs):
+        fake = graph.fakes[v]
+        if fake.dim() != 4 or fake.dtype != torch.float32 or fake.device.type != "cpu" or not fake.is_contiguous():
+            return False
+    of_conv = call.function in _IN_2D or call.function is conv_of_strips
+    if (of_conv or call.name == "cat") and any(graph.fakes[v].size(1) == 1 for v in call.inputs):
+        return False  # one channel is in either layout, and what torch makes of it in NCHW
+    if of_conv:
+        return len(call.inputs) == 1
+    return call.by_place or call.name in _FASTER_IN_CHANNELS_LAST
+
+
+def _eval_norm(call: Call) -> _Norm | None:
+    if call.function is not F.batch_norm:
+        return None
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given: dict[str, Any] = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
+    given |= dict(zip(names, call.args, strict=False)) | call.kwargs
+    if given["training"] or given["running_mean"] is None or given["running_var"] is None:
+        return None
+    return given["running_mean"], given["running_var"], given["weight"], given["bias"], given["eps"]

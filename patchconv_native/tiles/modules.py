@@ -1,0 +1,130 @@
+"""`tile_modules`: modules of a model whose forward runs strip by strip (see wrap.py)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .._bytes import parse_bytes
+from ..wrap import Model, Which, Wrapped, wrap_modules
+from .arguments import Arguments
+from .plan import TilePlan
+from .record import Recorded, autocast_of
+from .tiling import check_gradients, plan_call, run_plan
+
+OWNER = "tile_modules"
+_KEPT = 4
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, Any]]] = weakref.WeakKeyDictionary()
+"""Beside each plan, what its key has numbers of: objects that live have numbers of their own."""
+
+
+class _Tiled(Wrapped):
+    """A module whose forward runs strip by strip. There is a kind for each budget."""
+
+    _rank = 5
+    _names = OWNER, "tiled"
+    _budget: int | None
+    _dim: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inner = super().forward
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, Recorded) for leaf in leaves) or max((t.dim() for t in leaves), default=0) <= self._dim:
+            return inner(*args, **kwargs)
+        arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
+        check_gradients(OWNER, self, arguments)
+        plan = _plan_for(self, inner, arguments, self._budget)
+        if self._budget is None and all(sweep.strips == 1 for sweep in plan.sweeps):
+            plan.graph.undo()
+            return inner(*args, **kwargs)  # too small for strips to be faster
+        return run_plan(plan, arguments)
+
+
+_NO_SETTINGS = {"_parameters", "_buffers", "_modules"}
+
+
+def _settings(value: Any) -> Any:
+    """What a forward may read of an attribute: numbers, texts and tensors, also in lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return id(value), value.dtype, value.data_ptr(), 0 if value.is_inference() else value._version
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_settings, value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), _settings(one)) for key, one in value.items())
+    return value if isinstance(value, (int, float, complex, str, torch.dtype)) else id(value)
+
+
+def _key(module: nn.Module, arguments: Arguments) -> Any:
+    """All that a recorded graph depends on. What a module computes from its parameters alone is in the graph."""
+    return (
+        tuple((image.shape, image.dtype, image.stride(), image.device) for image in arguments.images),
+        arguments.rest(),
+        autocast_of(arguments.images[0].device.type),
+        tuple((type(part), _settings({k: v for k, v in vars(part).items() if k not in _NO_SETTINGS}))
+              for part in module.modules()),
+        tuple(map(_settings, itertools.chain(module.parameters(), module.buffers()))),
+    )  # fmt: skip
+
+
+def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan:
+    known = _plans.setdefault(module, {})
+    key = (budget, _key(module, arguments))
+    if key in known:
+        return known[key][0]
+    found = plan_call(OWNER, module, inner, arguments, budget, keep_changes=True)
+    if found.graph.repeatable and arguments.rest() is not None:
+        while len(known) >= _KEPT:
+            del known[next(iter(known))]
+        held = [dict(vars(part)) for part in module.modules() if part is not module]
+        known[key] = found, [held, *module.parameters(), *module.buffers()]
+    return found
+
+
+@functools.cache
+def _kind(budget: int | None, dim: int) -> type[_Tiled]:
+    return type("_Tiled", (_Tiled,), {"_budget": budget, "_dim": dim, "_made_by": (_kind, (budget, dim))})
+
+
+def _bytes(budget: int | str | None) -> int | None:
+    return None if budget is None else parse_bytes(budget, f"{OWNER}: budget")
+
+
+def tile_modules(
+    model: Model, which: Which | Mapping[str, int | str | None] = "", budget: int | str | None = None, dim: int = 2
+) -> Model:
+    """Runs the forwards of the modules `which`, and of no others, strip by strip as `tile` does, in place; returns the
+    model.
+
+    which: names of modules (as in named_modules(); one or several), a module class or several, a function
+    (name, module) -> bool, or, without `budget`, a mapping of names to budgets: {"decoder": "1GiB"}. "" is the model
+    itself. budget: as of `tile`; None chooses strips for speed, and leaves small images to the module's own forward.
+    dim: as of `tile`, for all of them.
+    `tile_modules(model, ())` undoes it. Parameters, hooks of these modules (which run once, outside), optimizers and
+    state_dict stay. The model can be converted and reverted before or after. What was planned for an input is
+    kept for the next one like it, as long as the modules' parameters, buffers and attributes stay what they are. What a
+    forward reads from elsewhere, such as a global variable, must not change: tile_modules again after a change of it.
+
+    Forwards raise what `tile` raises. ValueError for names that the model does not have and budgets that are no number
+    of bytes; TypeError for modules that are scripted or lazy, without a forward, or with a forward of the instance.
+    Nothing has been changed then.
+    """
+    budgets: dict[str, int | None] = {}
+    if isinstance(which, Mapping):
+        if budget is not None:
+            raise TypeError(f"{OWNER}: expected budget to be None where which says it, got {budget!r}")
+        budgets = {name: _bytes(value) for name, value in which.items()}
+    shared = _bytes(budget)
+    changed = wrap_modules(
+        OWNER, "tile", model, list(budgets) if isinstance(which, Mapping) else which, _Tiled,
+        lambda name: _kind(budgets.get(name, shared), dim),
+    )  # fmt: skip
+    for module in model.modules():
+        _plans.pop(module, None)
+    return changed

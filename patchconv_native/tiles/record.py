@@ -1,0 +1,388 @@
+"""Records what a module computes, as a graph of calls of torch's functions.
+
+The module runs once, on values that have a shape and no data. Every function of torch that is given one of them is
+written down: its arguments, and the values that it returns. Nothing is computed. What the module computes from its
+parameters alone is computed, and is a constant of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ..spatial import NotServed
+from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
+from ..spatial.pointwise import BY_PLACE, OF_SHAPE
+from ..spatial.rules import name_of
+from ..spatial.shapes import set_item
+from .state import Held, modules_of, objects
+
+Autocast = tuple[str, torch.dtype, bool, bool]
+"""The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """In a call's arguments and in the graph's result: the value of this number."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a function of torch."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    module: str
+    """The name of the module whose forward made it; "" is the recorded module itself."""
+    autocast: Autocast
+    result: Any = None
+    """Values, as the function returns them, with a Ref for each tensor."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.name} in {self.module}" if self.module else self.name
+
+    @functools.cached_property
+    def inputs(self) -> list[int]:
+        """The numbers of its values, each once."""
+        return list(dict.fromkeys(refs((self.args, self.kwargs))))
+
+    @functools.cached_property
+    def outputs(self) -> list[int]:
+        return refs(self.result)
+
+    @functools.cached_property
+    def constants(self) -> list[Tensor]:
+        """The tensors among its arguments that were there before: parameters, and what was computed of them."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @functools.cached_property
+    def by_place(self) -> bool:
+        """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
+        norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
+        return (norm or self.function in BY_PLACE) and len(self.inputs) == 1
+
+    @functools.cached_property
+    def writes(self) -> bool:
+        """Whether it writes into its first argument."""
+        return _writes(self.function, self.kwargs)
+
+
+@dataclass
+class Graph:
+    """What a call of a module computes."""
+
+    calls: list[Call] = field(default_factory=list)
+    fakes: list[FakeTensor] = field(default_factory=list)
+    """Of each value, its shape, dtype, device and strides."""
+    inputs: list[int] = field(default_factory=list)
+    result: Any = None
+    """What the module returns, with a Ref for each tensor that was computed."""
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of results that are not returned as they are computed: in other strides than those of their fakes."""
+    changed: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    """The lists and mappings among the arguments that the module changes (`Arguments.change`), with Refs as well."""
+    repeatable: bool = True
+    """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
+    undo: Callable[[], None] = lambda: None
+    """Undoes what the module changed while it was recorded, and that was kept."""
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    @property
+    def results(self) -> list[int]:
+        """The numbers of the values that the caller gets."""
+        return refs((self.result, self.changed))
+
+
+def refs(values: Any) -> list[int]:
+    return [leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Ref)]
+
+
+class Recorded(Tensor):
+    """A value with a shape and no data, while a module is recorded."""
+
+    _recorder: Recorder
+    _index: int
+    _fake: FakeTensor
+    _lost: str
+
+    @staticmethod
+    def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
+        self = Tensor._make_wrapper_subclass(
+            cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device
+        )
+        self._recorder, self._fake, self._index, self._lost = recorder, fake, index, ""
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Recorded(shape={tuple(self._fake.shape)}, dtype={self._fake.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Recorded))
+        return first._recorder.call(func, tuple(args), kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotServed(f"{name_of(func)}: not served by tile: C++ code called it, past torch's functions")
+
+
+def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes into its first argument."""
+    name = name_of(function)
+    if function is set_item:
+        return True
+    dunder = name.startswith("__")
+    return bool(kwargs.get("inplace")) or (name.startswith("__i") if dunder else name.endswith("_"))
+
+
+_tensor: Any = Tensor
+_ON_PIXELS = {
+    "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "nonzero",
+    "equal", "allclose",
+}  # fmt: skip
+_ANSWERS = {
+    _tensor.requires_grad.__get__: False, _tensor.grad_fn.__get__: None, _tensor.is_leaf.__get__: True,
+}  # fmt: skip
+_CASTS = {_tensor.to, _tensor.type_as}
+"""Of their second argument, they read the dtype and the device alone."""
+_ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
+
+
+class Recorder:
+    """Writes calls down."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.graph = Graph()
+        self._names = names
+        self._inside: list[str] = [""]
+        self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
+
+    def value(self, fake: FakeTensor) -> Recorded:
+        index = len(self.graph.fakes)
+        self.graph.fakes.append(fake)
+        made = Recorded(self, fake, index)
+        self._alive.setdefault(fake.untyped_storage()._cdata, []).append(weakref.ref(made))
+        return made
+
+    def refuse(self, function: str, why: str) -> NotServed:
+        where = f" (in {self._inside[-1]})" if self._inside[-1] else ""
+        return NotServed(f"tile: {function}{where} is not served: {why}")
+
+    def check_there(self, name: str, values: Any) -> None:
+        """What a call, or the caller, is given."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Recorded) and leaf._lost:
+                raise self.refuse(name, f"it reads a tensor that {leaf._lost} has written to by way of a view")
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function = set_item if function is _tensor.__setitem__ else function
+        name = name_of(function)
+        self.check_there(name, (args, kwargs))
+        if function in _ANSWERS:
+            return _ANSWERS[function]
+        if name in _ON_PIXELS:
+            raise self.refuse(name, "what the module does next would depend on the values of pixels")
+        if function in _CASTS and len(args) > 1 and isinstance(args[1], Recorded):
+            function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
+            if not isinstance(args[0], Recorded):
+                return function(*args, **kwargs)
+        if function in _ASSIGNS or kwargs.get("out") is not None:
+            raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
+        given = tree_map_only(Recorded, lambda value: value._fake, (args, kwargs))
+        try:
+            numbers = seeded(function, *args, **kwargs) if function in DROPOUTS else None
+            if numbers is not None:
+                x = args[0] if args else kwargs["input"]
+                return self.call(dropout_by_seed, (x, self.call(draw_seed, (x.device,), {})), numbers)
+            with torch._C.DisableTorchFunctionSubclass(), self.graph.mode, torch.no_grad():
+                found = function(*given[0], **given[1])
+        except NotServed:
+            raise
+        except NotImplementedError as error:
+            raise self.refuse(name, str(error)) from error
+        except RuntimeError as error:
+            if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                raise self.refuse(name, "its shape, or what follows, depends on the values of pixels") from error
+            raise
+        if found is NotImplemented:  # of `x == "text"`: Python has the answer
+            return found
+        return self._write_down(function, args, kwargs, found)
+
+    def _write_down(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
+        writes = _writes(function, kwargs)
+        first = args[0] if args else kwargs.get("input")
+        if writes and not isinstance(first, Recorded):
+            raise self.refuse(name_of(function), "it writes into a tensor that was there before the call")
+        known = {id(leaf._fake): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)}
+        if not writes and id(found) in known:
+            return known[id(found)]  # as x.contiguous() of a contiguous x
+        args, kwargs = tree_map_only(Recorded, lambda value: Ref(value._index), (args, kwargs))
+        device = str(self.graph.fakes[self.graph.inputs[0]].device.type)
+        call = Call(function, args, kwargs, self._inside[-1], autocast_of(device))
+        self.graph.calls.append(call)
+        if writes:
+            return self._written(call, cast(Recorded, first))
+
+        def wrap(value: Any) -> Any:
+            return self.value(value) if isinstance(value, FakeTensor) else value
+
+        made = tree_map(wrap, found)
+        call.result = tree_map_only(Recorded, lambda value: Ref(value._index), made)
+        return made
+
+    def _written(self, call: Call, value: Recorded) -> Recorded:
+        """The same object is another value from here on. Views of it cannot be read any more."""
+        for other in self._alive[value._fake.untyped_storage()._cdata]:
+            view = other()
+            if view is not None and view is not value:
+                view._lost = call.where
+        value._index = len(self.graph.fakes)
+        self.graph.fakes.append(value._fake)
+        call.result = Ref(value._index)
+        return value
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Knows the module whose forward runs."""
+        hooks = nn.modules.module
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._inside.append(self._names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            self._inside.pop()
+
+        handles = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def autocast_of(device: str) -> Autocast:
+    return (
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
+    )  # fmt: skip
+
+
+class _Undo(TorchFunctionMode):
+    """Keeps what tensors held that the module writes into, as batch norm into its counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and type(args[0]) in (Tensor, nn.Parameter) and _writes(func, kwargs):
+            self.before.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
+        return func(*args, **kwargs)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _check_no_state(parts: Iterable[tuple[str, Any]]) -> None:
+    for name, part in parts:
+        for attribute, value in vars(part).items():
+            if any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
+                raise NotServed(
+                    f"tile: {type(part).__name__} {name or 'itself'} keeps a tensor between calls (its attribute "
+                    f"{attribute!r}), which is not served"
+                )
+
+
+def _check_taken_apart(found: Any) -> None:
+    for one in objects(found):
+        if any(isinstance(leaf, Recorded) for leaf in tree_leaves(vars(one))):
+            what = type(one).__name__
+            raise NotServed(f"tile: a result with tensors in a {what} is not served: return the tensors themselves")
+
+
+@torch.no_grad()
+def record(
+    module: Callable[..., Any], images: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]],
+    device: torch.device, call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
+    others: Sequence[Any] = (), keep_changes: bool = False,
+) -> Graph:  # fmt: skip
+    """The graph of call(values), with a value for each image: its shape, dtype and strides. module: what is called.
+
+    call returns what the module does, and what it has changed of lists and mappings. others: further objects that it
+    gets. keep_changes: what the module writes into its buffers while it runs (batch norm counts its calls) stays; else
+    it is undone. NotServed, with nothing changed, for what cannot be recorded.
+    """
+    parts = [(name, part) for whole in modules_of(module) for name, part in whole.named_modules()]
+    parts += [("itself", other) for other in others]
+    recorder = Recorder({id(part): name for name, part in parts})
+    graph = recorder.graph
+    held, undo = Held(part for _, part in parts), _Undo()
+    state = _random_state(device)
+    values = []
+    for shape, dtype, strides in images:
+        with graph.mode:
+            fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        values.append(recorder.value(cast(FakeTensor, fake)))
+        graph.inputs.append(values[-1]._index)
+    try:
+        with undo, recorder.running():
+            found = call(values)
+        recorder.check_there("the module's result", found)
+        _check_no_state(parts)
+        _check_taken_apart(found)
+        graph.result, graph.changed = tree_map_only(Recorded, lambda value: Ref(value._index), found)
+    except BaseException:
+        held.put_back()
+        undo.undo()
+        raise
+    drew = any(not torch.equal(a, b) for a, b in zip(state, _random_state(device), strict=True))
+    graph.repeatable = not undo.before and not drew and not held.changed()
+
+    def take_back() -> None:
+        held.put_back()
+        undo.undo()
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], device)
+
+    if not keep_changes:
+        take_back()
+    elif not graph.repeatable:
+        graph.undo = take_back
+    return graph

@@ -1,0 +1,84 @@
+"""What may change while a module runs, besides its result: attributes of objects, and lists and mappings in them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+_KINDS = (list, dict, OrderedDict, defaultdict, deque)
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is a list or a mapping that torch takes apart and puts together (a pytree)."""
+    return type(value) in _KINDS
+
+
+def containers(value: Any) -> list[Any]:
+    """The lists and mappings in a value, each before those that it holds."""
+    found = []
+    for leaf in tree_leaves(value, is_leaf=is_container):
+        if is_container(leaf):
+            found += [leaf, *containers(tuple(contents(leaf).values()))]
+    return found
+
+
+def contents(container: Any) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def put(container: Any, values: dict[Any, Any]) -> None:
+    """Gives a container these contents."""
+    container.clear()
+    if isinstance(container, dict):
+        container.update(values)
+    else:
+        container.extend(values.values())
+
+
+def same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return list(a) == list(b) and all(a[key] is b[key] for key in a)
+
+
+def objects(values: Any) -> list[Any]:
+    """Of the leaves of a value those that have attributes, and are neither modules, tensors nor code."""
+    return [
+        leaf for leaf in tree_leaves(values)
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+    ]  # fmt: skip
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """The module itself; of a method its object; of a function those that it names."""
+    if isinstance(function, nn.Module):
+        return [function]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return [owner]
+    if not inspect.isfunction(function):
+        return []
+    named = inspect.getclosurevars(function)
+    values = [*named.nonlocals.values(), *named.globals.values()]
+    found = [value if isinstance(value, nn.Module) else getattr(value, "__self__", None) for value in values]
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
+class Held:
+    """What objects hold now, to be put back."""
+
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self._before = [
+            (container, contents(container)) for owner in owners for container in containers((vars(owner),))
+        ]
+
+    def changed(self) -> bool:
+        return not all(same(contents(container), before) for container, before in self._before)
+
+    def put_back(self) -> None:
+        for container, before in self._before:
+            if not same(contents(container), before):
+                put(container, before)

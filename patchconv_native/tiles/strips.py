@@ -1,0 +1,192 @@
+"""One call of a function for one strip of its result, by the function's rule in `spatial`.
+
+A strip is a range of rows: of the coordinates along the one dimension that is cut. The rule asks for the rows that it
+reads, which are at hand, and for numbers of the whole image, which are known or are not. Where they are not, the strip
+gives its share of them and no result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..spatial import AtHand, Axis, NotServed, Range, SpatialTensor, Wanted
+from ..spatial.layout import empty, layout
+from ..spatial.rules import RULES
+from .record import Autocast, Call, Ref, autocast_of
+
+ADVICE = "pc.tile_plan(module, x) shows what is computed by strips"
+
+
+class NeedsWhole(Exception):
+    """A number of the whole image is needed that is not known yet. share: of this strip."""
+
+    def __init__(self, share: Tensor) -> None:
+        super().__init__()
+        self.share = share
+
+
+@dataclass
+class Asked:
+    """What a rule asks during one call.
+
+    cuts, index: where the result is cut, and which part of it is computed. None: into one part.
+    answers: for each number of the whole image that is known, the shares of all strips.
+    """
+
+    cuts: tuple[int, ...] | None = None
+    index: int = 0
+    answers: Sequence[Tensor] = ()
+    probing: bool = False
+    """Whether only shapes and ranges count: rows that are not at hand are made up, and so are numbers."""
+    first: bool = False
+    questions: int = 0
+    placed: bool = False
+    reads: dict[int, list[Range]] = field(default_factory=dict)
+    """For each input, by its number, the rows that each part reads."""
+
+
+@dataclass
+class _Along:
+    """`spatial.Executor` of one input. Those of all inputs of a call are equal: they cut the same image."""
+
+    asked: Asked
+    input: int = field(compare=False)
+    advice: str = field(default="", compare=False)
+
+    @property
+    def updates_buffers(self) -> bool:
+        return self.asked.first and not self.asked.probing
+
+    def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:
+        self.asked.placed = True
+        cuts = (0, size) if self.asked.cuts is None else self.asked.cuts
+        if cuts[-1] != size:
+            raise NotServed(f"{operator}: not served by strips: a result of {size} where {cuts[-1]} were recorded")
+        return Axis(axis.name, cuts, self.asked.index, self)
+
+    def fetch(
+        self, x: Tensor, dim: int, axis: Axis, wanted: Wanted, pads: tuple[int, int] = (0, 0), fill: float = 0.0,
+        fresh: bool = False,
+    ) -> AtHand:  # fmt: skip
+        self.asked.reads[self.input] = [
+            (min(a for a, _ in one), max(b for _, b in one)) if one else (0, 0) for one in wanted
+        ]
+        begin, end = axis.range
+        ranges = [(a, b) for a, b in wanted[axis.index] if a < b]
+        if self.asked.probing and not all(begin <= a and b <= end for a, b in ranges):
+            parts = [x.new_empty((*x.shape[:dim], b - a, *x.shape[dim + 1 :])) for a, b in ranges]
+        else:
+            parts = [x.narrow(dim, a - begin, b - a) for a, b in ranges]
+        if not parts:
+            parts = [x.narrow(dim, 0, 0)]
+        for place, length in zip((0, len(parts) + 1), pads, strict=True):
+            if length:
+                parts.insert(place, empty(x, dim, length, _order(x)).fill_(fill))
+        if len(parts) > 1:
+            return AtHand(torch.cat(parts, dim), dim)
+        # Functions would copy rows that do not lie together themselves, where nobody could count it.
+        return AtHand(parts[0].contiguous(memory_format=_order(parts[0])), dim)
+
+    def known(self) -> Tensor | None:
+        if self.asked.questions >= len(self.asked.answers):
+            return None
+        self.asked.questions += 1
+        return self.asked.answers[self.asked.questions - 1]
+
+    def stack(self, values: Tensor) -> Tensor:
+        found = self.known()
+        if found is not None:
+            return found
+        if not self.asked.probing:
+            raise NeedsWhole(values)
+        self.asked.questions += 1
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.stack(values[None]).sum(0)
+
+
+def _order(x: Tensor) -> torch.memory_format:
+    """channels_last also where x is some rows of an image in it: torch.cat keeps the order that all have."""
+    return layout(x.select(0, 0)[None] if x.dim() in (4, 5) and x.size(0) else x)
+
+
+@contextlib.contextmanager
+def under(autocast: Autocast) -> Iterator[None]:
+    if autocast == autocast_of(autocast[0]):
+        yield
+        return
+    device, dtype, enabled, cache = autocast
+    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+        yield
+
+
+def with_values(arguments: Any, given: Callable[[int], Any]) -> Any:
+    """The arguments with a value in place of each Ref."""
+    kind = type(arguments)
+    if kind is Ref:
+        return given(arguments.index)
+    if kind in (tuple, list):
+        return kind([with_values(one, given) for one in arguments])
+    if kind is dict:
+        return {key: with_values(one, given) for key, one in arguments.items()}
+    return arguments
+
+
+def run_whole(call: Call, given: Callable[[int], Any]) -> list[Tensor]:
+    """The function itself, on whole tensors. Its results in the order of `call.outputs`."""
+    args, kwargs = with_values((call.args, call.kwargs), given)
+    if call.function is F.scaled_dot_product_attention:
+        # Otherwise torch computes all scores at once, in memory that grows with the square of the places.
+        args = tuple(t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in args)
+    with under(call.autocast):
+        return _tensors(call, call.function(*args, **kwargs))
+
+
+def _tensors(call: Call, result: Any) -> list[Any]:
+    """The tensors of a result, in the order of `call.outputs`: of a function that writes, the one that it wrote."""
+    if isinstance(result, Tensor):
+        return [result]
+    leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if len(leaves) != len(call.outputs):
+        many = f"{len(leaves)} tensors where {len(call.outputs)} were recorded"
+        raise NotServed(f"tile: {call.where} is not served: its rule returns {many}")
+    return leaves
+
+
+def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, int, Axis] | Tensor]) -> list[Any]:
+    """The function's rule, for one part. given: of each input the rows at hand, the cut dimension and where they are in
+    the whole (its executor is set here), or a whole tensor. NeedsWhole where a number is missing.
+    """
+
+    def value(index: int) -> Any:
+        found = given[index]
+        if isinstance(found, Tensor):
+            return found
+        local, dim, axis = found
+        return SpatialTensor(local, {dim: Axis(axis.name, axis.cuts, axis.index, _Along(asked, index, ADVICE))})
+
+    serve = RULES.get(call.function)
+    if serve is None:
+        raise NotServed(f"tile: {call.where} is not served: it has no rule")
+    args, kwargs = with_values((call.args, call.kwargs), value)
+    with under(call.autocast):
+        return _tensors(call, serve(*args, **kwargs))
+
+
+def local_of(value: Any) -> Tensor:
+    return value._local if isinstance(value, SpatialTensor) else value
+
+
+def rows_of(low: int, high: int, size: int | None = None) -> Axis:
+    """These rows of the whole, as the part of number 1; without a size they are all rows, and the only part."""
+    cuts, index = ((low, high), 0) if size is None else ((0, low, high, size), 1)
+    return Axis("rows", cuts, index, None)  # type: ignore[arg-type]

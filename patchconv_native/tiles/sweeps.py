@@ -1,0 +1,163 @@
+"""A sweep over the image: which rows of which value each strip computes, reads and leaves for the next.
+
+Strips go down the image: each reads some rows more of what the sweep reads, and computes of every value the rows that
+can then be computed. Rows are computed once: of each value, those that a later strip will read are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..spatial import NotServed, Range
+from .kinds import Kinds
+from .reach import Reach
+from .record import Graph
+
+SMALL = 8
+"""A step is small whose values have this many times fewer bytes than the sweep's largest one."""
+MOST_WAITING = 8
+"""The most strips whose rows a small step waits for."""
+
+Reads = dict[int, list[Range]]
+"""Of each value, the rows that each strip reads."""
+
+
+@dataclass
+class Step:
+    """A call in a sweep, and calls that follow it row by row."""
+
+    call: int
+    rows: list[Range]
+    """Of the result, those that each strip computes. Of a call that only asks: its share of the image."""
+    asks: bool
+    """Whether it gives its share of a number of the whole image, and no result."""
+    reads: Reads = field(default_factory=dict)
+    then: list[int] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[int]:
+        return [self.call, *self.then]
+
+    @property
+    def last(self) -> int:
+        return self.then[-1] if self.then else self.call
+
+
+@dataclass
+class Sweep:
+    number: int
+    strips: int
+    steps: list[Step] = field(default_factory=list)
+    sources: set[int] = field(default_factory=set)
+    """Values that are there whole before the sweep: the graph's inputs, and what earlier sweeps have stored."""
+    results: set[int] = field(default_factory=set)
+    stores: set[int] = field(default_factory=set)
+    frees: set[int] = field(default_factory=set)
+    """Stored values that no later sweep reads."""
+    ready: dict[int, list[int]] = field(default_factory=dict)
+    """Of each value that the sweep computes, how many rows are there after each strip."""
+    keep: dict[int, list[int]] = field(default_factory=dict)
+    """Of each value that the sweep reads, the first row that is still read after each strip."""
+    last_read: dict[int, int] = field(default_factory=dict)
+    """The last step within a strip that reads a value."""
+    rooms: set[int] = field(default_factory=set)
+    """Values whose rows are written behind those that are still read, so that they are read as one."""
+
+    def find_last_reads(self) -> None:
+        self.last_read = {v: place for place, step in enumerate(self.steps) for v in step.reads}
+
+
+def sweep_count(graph: Graph, kinds: Kinds) -> int:
+    """Those of calls with questions and of cut results; the level of a whole value is the sweep after which it is
+    there.
+    """
+    last = [kinds.level[v] + (v in kinds.dims) for v in kinds.level]
+    return max(last, default=0)
+
+
+def values_needed(graph: Graph, kinds: Kinds, stored: set[int], number: int, results: set[int]) -> Sweep:
+    """The calls of sweep `number`, without their rows. stored: values that are kept from the sweep that first computes
+    them; all others are computed again in each sweep that reads them.
+    """
+    sweep = Sweep(number, 1)
+    there = {v for v in stored if kinds.level[v] < number} | set(graph.inputs)
+    sweep.results = {v for v in results if v in kinds.dims and kinds.level[v] == number and v not in graph.inputs}
+    sweep.stores = {v for v in stored if kinds.level[v] == number and v not in graph.inputs}
+    needed = sweep.results | sweep.stores
+    for place in reversed(range(len(graph.calls))):
+        call = graph.calls[place]
+        if kinds.gathers[place]:
+            continue
+        asks = kinds.start[place] <= number < kinds.done(place)
+        made = any(v in needed and v in kinds.dims for v in call.outputs)
+        if not asks and not made:
+            continue
+        sweep.steps.append(Step(place, [], not made))
+        for v in call.inputs:
+            if v in kinds.dims:
+                (sweep.sources if v in there else needed).add(v)
+    sweep.steps.reverse()
+    return sweep
+
+
+def bytes_of(graph: Graph, v: int) -> int:
+    return math.prod(graph.fakes[v].shape) * graph.fakes[v].dtype.itemsize
+
+
+def _periods(graph: Graph, base: Sweep) -> list[int]:
+    """Of each step, every how many strips it runs: several small strips at once, as deep layers have them, go faster.
+    What a step makes for larger ones must not wait, since they would then have several strips at once as well.
+    """
+    calls = [graph.calls[step.call] for step in base.steps]
+    values = [call.inputs if step.asks else call.outputs for step, call in zip(base.steps, calls, strict=True)]
+    sizes = [max(bytes_of(graph, v) for v in some) for some in values]
+    largest, periods = max(sizes), []
+    soonest: dict[int, int] = {}
+    for call, size in zip(reversed(calls), reversed(sizes), strict=True):
+        period = 1
+        while period < MOST_WAITING and period * size * SMALL <= largest:
+            period *= 2
+        period = min([period, *(soonest.get(v, period) for v in call.outputs)])
+        soonest.update({v: min(period, soonest.get(v, period)) for v in call.inputs})
+        periods.append(period)
+    return periods[::-1]
+
+
+def cut_into(
+    graph: Graph, kinds: Kinds, base: Sweep, strips: int, reach: Callable[[int], Reach], patient: bool = False
+) -> Sweep:
+    """A sweep of `values_needed`, cut into this many strips. reach: of each call.
+
+    In each strip that many rows more of the sources are read, and of everything else as many rows are computed as can
+    be. patient: steps with small results wait for the rows of several strips.
+    """
+    periods = _periods(graph, base) if patient else [1] * len(base.steps)
+    sweep = Sweep(base.number, strips, [], base.sources, base.results, base.stores, base.frees)
+    ready: dict[int, list[int]] = {}
+    for v in base.sources:
+        size = graph.fakes[v].size(kinds.dims[v])
+        ready[v] = [-(-size * k // strips) for k in range(1, strips + 1)]
+    for old, period in zip(base.steps, periods, strict=True):
+        call, table = graph.calls[old.call], reach(old.call)
+        given = {v: ready[v] for v in call.inputs if v in kinds.dims}
+        ends = [table.ready({v: rows[k] for v, rows in given.items()}) for k in range(strips)]
+        if period > 1:
+            after = [(k + 1) // period * period - 1 for k in range(strips - 1)]  # the last strip in which it ran
+            ends[:-1] = [ends[k] if k >= 0 else 0 for k in after]
+        if ends[-1] != table.size:
+            raise NotServed(f"tile: {call.where} is not served: it reads rows that its argument does not have")
+        step = Step(old.call, list(itertools.pairwise([0, *ends])), old.asks)
+        for v in given:
+            step.reads[v] = [table.reads(v, rows) if rows[0] < rows[1] else (0, 0) for rows in step.rows]
+            keep = [table.reads_from(v, end) for end in ends]
+            before = sweep.keep.get(v)
+            sweep.keep[v] = keep if before is None else [min(a, b) for a, b in zip(keep, before, strict=True)]
+        if not old.asks:
+            made = [v for v in call.outputs if v in kinds.dims]
+            ready.update(dict.fromkeys(made, ends))
+            sweep.ready.update(dict.fromkeys(made, ends))
+        sweep.steps.append(step)
+    return sweep

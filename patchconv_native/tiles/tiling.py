@@ -1,0 +1,207 @@
+"""`tile`: a module on an image of any size, strip by strip, in a budget of bytes, with the numbers of one call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .._bytes import parse_bytes
+from ..planner.plans import BudgetError
+from ..spatial import NotServed
+from .arguments import Arguments
+from .arrays import Sink, Source, check_out, is_array
+from .costs import Outside
+from .fold import fold_norms, in_channels_last
+from .journal import Journal
+from .plan import TilePlan, plan_of
+from .record import Graph, Ref, record, refs
+from .run import Run, run_between, run_sweep, take_up
+from .stores import Store, Where, check_store
+
+Progress = Callable[[int, int], None]
+
+
+def tile(
+    module: Callable[..., Any], x: Any, budget: int | str | None = None, tile: int | None = None,
+    store: Where = "device", out: Any = None, progress: bool | Progress = False, dim: int = 2,
+) -> Any:  # fmt: skip
+    """module(x), computed strip by strip: the same result to rounding, in `budget` bytes above x, the parameters and
+    the result.
+
+    Strips go down the image. Of each layer the rows that the next strip reads are kept, so that nothing is computed
+    twice (Alwani et al., "Fused-layer CNN accelerators", MICRO 2016). Norms whose statistics are over the image, global
+    pools and attention need the whole image first: the image is gone over again for each. What must be kept
+    until then is stored, or computed again where the budget asks for it.
+
+    module: an nn.Module, or any function of tensors, such as `lambda z: vae.decode(z).sample`. x: a tensor, (N, C, H,
+    W) or with one or three spatial dimensions, or a tuple of the module's arguments. Of several tensors those of the
+    most dimensions are images; others, numbers and flags are handed on as they are. Tensors may be in lists and
+    mappings, which the module may change: its caller's then hold what they hold after one call of the module. An
+    image in the host's memory is copied to a module on a GPU strip by strip. It may be an array-like, with a shape, a
+    dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip, and reaches the module in its
+    own dtype. A function, which has no parameters, gets it on the CPU. The budget then counts the strips that are read
+    and, without `out`, the result.
+    budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. tile: rows of the result that a
+    strip has, in place of the choice.
+    store: where values are kept from one sweep over the image to the next: "device", within the budget; "cpu", in
+    the host's memory, for a model on a GPU; or a folder (a str with a separator, or a path), in files that are removed
+    as soon as they are not needed, also after an error. Values in the host's memory and in files are not in the budget.
+    out: a tensor or an array-like of the shape and dtype of the result, which must be one tensor. The result is written
+    into it strip by strip, and `out` is returned.
+    progress: True for a line on stderr, or a function that is called with how much of how much is done.
+    dim: along which dimension of the images strips are cut: 2 for the rows of (N, C, H, W), 3 for its columns. Of a
+    video, (N, C, T, H, W), 2 is the time.
+
+    Gradients are not served: call it under torch.no_grad(). Raises NotServed, a NotImplementedError, naming the
+    function and its module, where a function has no rule, or where what the module does depends on the values of
+    pixels; BudgetError (with `least`, in bytes) for a budget that cannot be kept. Both before anything is computed.
+    """
+    arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
+    check_gradients("tile", module, arguments)
+    plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
+    return run_plan(plan, arguments, out, progress)
+
+
+def tile_plan(
+    module: Callable[..., Any], x: Any, budget: int | str | None = None, tile: int | None = None,
+    store: Where = "device", out: Any = None, dim: int = 2,
+) -> TilePlan:  # fmt: skip
+    """What `tile` would do with these arguments; nothing is computed. print() it.
+
+    x may be on the meta device. Errors as of `tile`.
+    """
+    arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim, owner="tile_plan")
+    return plan_call("tile_plan", module, module, arguments, budget, tile, store, out)
+
+
+def check_gradients(owner: str, module: Any, arguments: Arguments) -> None:
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    if torch.is_grad_enabled() and any(
+        t.requires_grad for t in (*arguments.images, *parameters) if isinstance(t, Tensor)
+    ):
+        raise NotServed(f"{owner}: gradients are not served; call it under torch.no_grad()")
+
+
+def plan_call(
+    owner: str, module: Any, forward: Callable[..., Any], arguments: Arguments, budget: int | str | None,
+    tile: int | None = None, store: Where = "device", out: Any = None, keep_changes: bool = False,
+    out_later: bool = False,
+) -> TilePlan:  # fmt: skip
+    """Records forward(*arguments), of a module or of a function, and plans it. out_later: `out` follows at the call."""
+    room = None if budget is None else parse_bytes(budget, f"{owner}: budget")
+    if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
+        raise ValueError(f"{owner}: expected tile to be a positive number of rows, got {tile!r}")
+    images, dim = arguments.images, arguments.dim
+    if any(math.prod(image.shape) == 0 for image in images):
+        raise ValueError(f"{owner}: expected images with elements, got {[tuple(image.shape) for image in images]}")
+    device = _device_of(module, images[0])
+    check_store(owner, store, device)
+    sources = [Source(owner, image, device) for image in images]
+    shapes = [(source.shape, source.dtype, source.strides) for source in sources]
+    graph = record(
+        module, shapes, device, lambda values: arguments.record(forward, values), arguments.objects(), keep_changes
+    )
+    fold_norms(graph)
+    if out is not None:
+        check_out(owner, out, graph, images)
+    strips = None
+    if tile is not None:
+        rows = [graph.fakes[v].size(dim) for v in refs(graph.result) if graph.fakes[v].dim() > dim]
+        strips = -(-max(rows or [sources[0].shape[dim]]) // tile)
+    name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+
+    def planned(graph: Graph) -> TilePlan:
+        copies = {
+            v: source.copies + (graph.fakes[v].stride() != source.strides)
+            for v, source in zip(graph.inputs, sources, strict=True)
+        }
+        outside = Outside(store, copies, result=out is None and not out_later and any(map(is_array, images)))
+        return plan_of(graph, [dim] * len(images), room, strips, outside, device.type, name)
+
+    fast = in_channels_last(graph)
+    if fast is not None:
+        with contextlib.suppress(BudgetError):  # it takes copies of weights
+            plan = planned(fast)
+            if all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are computed
+                return plan
+    return planned(graph)
+
+
+def _device_of(module: Any, image: Any) -> torch.device:
+    """Where strips are computed: what is in the host's memory or has no device goes to that of the module."""
+    own = image.device if isinstance(image, Tensor) else torch.device("cpu")
+    if own.type not in ("cpu", "meta"):
+        return own
+    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+@torch.no_grad()
+def run_plan(
+    plan: TilePlan, arguments: Arguments, out: Any = None, progress: bool | Progress = False,
+    journal: Journal | None = None,
+) -> Any:  # fmt: skip
+    """The module's result, as it returns it, or `out` with the result in it.
+
+    journal: where it is written down how far the call has come, and from where it goes on. `out` and the folder of the
+    store are then those of the call that was broken off.
+    """
+    graph, kinds = plan.graph, plan.kinds
+    results = {}
+    for v in [v for sweep in plan.sweeps for v in sweep.results]:
+        fake = graph.fakes[v]
+        strides = graph.strides.get(v, fake.stride())
+        made = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device) if out is None else out
+        results[v] = Sink(made)
+    device = graph.fakes[graph.inputs[0]].device
+    inputs = {v: Source("tile", image, device) for v, image in zip(graph.inputs, arguments.images, strict=True)}
+    total, done = sum(sweep.strips for sweep in plan.sweeps), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        _report(progress, done, total)
+
+    state = None if journal is None else journal.state
+    with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.identity[:16]}") as store:
+        run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs)
+        sweeps = {sweep.number: sweep for sweep in plan.sweeps}
+        if state is None:
+            store.clear()  # of a call that was broken off, and is begun again
+        else:
+            take_up(run, state)
+            done = state.strip + sum(sweep.strips for sweep in plan.sweeps if sweep.number < state.sweep)
+        for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
+            if state is None or number > state.sweep:
+                run_between(run, number, plan.last)
+            if number in sweeps:
+                run_sweep(run, sweeps[number], advance, journal)
+
+    def value(ref: Ref) -> Any:
+        if ref.index in results:
+            return results[ref.index].x
+        found = inputs[ref.index] if ref.index in inputs else run.whole[ref.index]
+        if out is None:
+            return found.all() if isinstance(found, Source) else found
+        Sink(out).write_all(found)
+        return out
+
+    result, changed = tree_map_only(
+        Ref, value, (graph.result, graph.changed), is_leaf=lambda leaf: isinstance(leaf, Ref)
+    )
+    arguments.change(changed)
+    return result
+
+
+def _report(progress: bool | Progress, done: int, total: int) -> None:
+    if callable(progress):
+        progress(done, total)
+    elif progress:
+        print(f"\rtile: strip {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

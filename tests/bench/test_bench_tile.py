@@ -1,0 +1,31 @@
+"""bench.tile runs, and its rows are what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench import measure, tile
+
+
+def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(target: str, timeout: float, **arguments: Any) -> Any:
+        return getattr(tile, target.partition(":")[2])(**arguments)
+
+    monkeypatch.setattr(measure, "in_fresh_process", here)
+    monkeypatch.setattr(tile, "STOCK_FITS", 8 * 2**20)
+    data = results("tile", "--only", "unet", "features")
+    forms = ["stock", "tile", "tile, 192MiB", "stock", "tile", "tile, 64MiB"]
+    assert [row["form"] for row in data["rows"]] == [*forms[:3] * 2, *forms[3:] * 2]
+    stock = [row for row in data["rows"] if row["form"] == "stock" and row["case"] == "unet"]
+    assert [row.get("predicted", False) for row in stock] == [False, True]
+    assert all(row["seconds"] > 0 and row["peak"] > 0 for row in data["rows"] if not row.get("predicted"))
+    assert 0 < data["errors"]["unet"]["tile"] < 1.5
+    assert " (p) |" in data["text"]
+
+
+def test_stock_is_predicted() -> None:
+    found = tile.called("unet", "stock", 128)["peak"]
+    assert 0.95 < tile.predicted("unet", 128)["peak"] / found < 1.05

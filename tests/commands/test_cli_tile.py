@@ -1,0 +1,237 @@
+"""`tile` on the command line: images on disk, a call that is killed and goes on, and every mistake in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import Commands, CommandText, commands
+from support.processes import ROOT
+from torch import Tensor
+
+from patchconv_native.commands import models
+from patchconv_native.tiles import journal
+
+__all__ = ["commands"]
+numpy = pytest.importorskip("numpy")
+QUIET = ("--device", "cpu", "--quiet")
+
+NORMS = """
+import os, time, torch
+from torch import nn
+
+class Slow(nn.Module):
+    def forward(self, x):
+        return x.float() / 255
+
+def norms():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Slow(), nn.Conv2d(3, 8, 3, padding=1), nn.InstanceNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1),
+        nn.GroupNorm(2, 8), nn.Conv2d(8, 2, 3, padding=1),
+    )
+
+def convs():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        Slow(), nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, padding=2), nn.SiLU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 2, 3, padding=1),
+    )
+
+def two():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x, x * 2
+    return Two()
+
+def wide():
+    return nn.Sequential(Slow(), nn.Conv2d(3, 2, 1)).append(Bf())
+
+class Bf(nn.Module):
+    def forward(self, x):
+        return x.bfloat16()
+"""
+
+
+@pytest.fixture
+def image(commands: Commands) -> Any:
+    Path("nets.py").write_text(NORMS)
+    data = numpy.random.default_rng(0).integers(0, 256, (1, 3, 96, 40), dtype=numpy.uint8)
+    numpy.save("in.npy", data)
+    return data
+
+
+@torch.no_grad()
+def expected(name: str, data: Any) -> Tensor:
+    return models.find(f"nets.py:{name}").build().eval()(torch.from_numpy(data))
+
+
+def check(path: str, want: Tensor) -> None:
+    torch.testing.assert_close(torch.from_numpy(numpy.load(path)), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["convs", "norms"])
+def test_npy(commands: Commands, image: Any, name: str) -> None:
+    text = commands("tile", f"nets.py:{name}", "in.npy", "out.npy", "--budget", "1MiB", *QUIET)
+    assert (text.code, text.out, text.err) == (0, "wrote out.npy\n", "")
+    check("out.npy", expected(name, image))
+    assert not Path("out.npy.journal").exists()
+
+
+def test_progress_and_weights(commands: Commands, image: Any) -> None:
+    torch.manual_seed(7)
+    other = models.find("nets.py:convs").build()
+    torch.save({k: v + 1 for k, v in other.state_dict().items()}, "weights.pt")
+    text = commands(
+        "tile", "nets.py:convs", "in.npy", "out.npy", "--tile", "4", "--weights", "weights.pt", "--device", "cpu"
+    )
+    assert text.code == 0, text.err
+    assert text.err.splitlines()[-1] == "strip 24 of 24" and " s left" in text.err
+    other.load_state_dict(torch.load("weights.pt"))
+    with torch.no_grad():
+        check("out.npy", other.eval()(torch.from_numpy(image)))
+
+
+@pytest.mark.parametrize("layout", ["CYX", "YXS", "CYX in tiles"])
+def test_tiff(commands: Commands, image: Any, layout: str) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    tiles: dict[str, Any] = {}
+    if layout == "CYX in tiles":
+        pytest.importorskip("zarr")
+        layout, tiles = "CYX", {"tile": (16, 16)}
+    data = image[0] if layout == "CYX" else image[0].transpose(1, 2, 0).copy()
+    tifffile.imwrite("in.tif", data, photometric="minisblack" if layout == "CYX" else "rgb", **tiles)
+    text = commands("tile", "nets.py:convs", "in.tif", "out.tif", "--tile", "8", *QUIET)
+    assert text.code == 0, text.err
+    got = torch.from_numpy(tifffile.imread("out.tif").reshape(1, 2, 96, 40))
+    torch.testing.assert_close(got, expected("convs", image), rtol=1e-4, atol=1e-5)
+
+
+def test_zarr(commands: Commands, image: Any) -> None:
+    zarr = pytest.importorskip("zarr")
+    zarr.create_array("in.zarr", shape=image.shape, dtype=image.dtype, chunks=(1, 3, 16, 16))[...] = image
+    text = commands("tile", "nets.py:norms", "in.zarr", "out.zarr", "--tile", "8", "--store", ".", *QUIET)
+    assert text.code == 0, text.err
+    got = torch.from_numpy(zarr.open_array("out.zarr", mode="r")[...])
+    torch.testing.assert_close(got, expected("norms", image), rtol=1e-4, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Going on.
+
+
+def stopped_after(monkeypatch: pytest.MonkeyPatch, entries: int) -> list[int]:
+    """Every strip is written down; after so many entries the work is broken off. The list gets one for each."""
+    real, seen = journal.Journal.save, [0]
+
+    def save(self: Any, state: Any) -> None:
+        real(self, state)
+        seen[0] += 1
+        if seen[0] == entries:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal.Journal, "save", save)
+    monkeypatch.setattr(journal.Journal, "due", lambda self: True)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "strips"), [("convs", 12), ("norms", 36)])
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.7, 0.99])
+def test_a_call_that_is_broken_off_goes_on(
+    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch, name: str, strips: int, part: float
+) -> None:
+    words = ("tile", f"nets.py:{name}", "in.npy", "out.npy", "--tile", "8", "--store", ".", *QUIET)
+    entries = max(1, int(part * strips))
+    seen = stopped_after(monkeypatch, entries)
+    assert commands(*words).code == 130
+    assert Path("out.npy.journal").exists() and seen == [entries]
+    assert list(Path().glob("patchconv-tile-*/*.rows")) or name == "convs"
+    text = commands(*words, "--resume")
+    assert text.code == 0 and text.err == "" and seen == [strips]
+    check("out.npy", expected(name, image))
+    assert sorted(path.name for path in Path().iterdir() if path.name[0] in "op" and "py" not in path.suffix) == []
+
+
+def test_what_is_another_call_is_refused(commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("tile", "nets.py:convs", "in.npy", "out.npy", *QUIET, "--resume", "--tile")
+    stopped_after(monkeypatch, 2)
+    assert commands(*words, "8").code == 130
+    assert "--resume: out.npy.journal is of another model" in commands(*words, "6").mistake("tile")
+    Path("out.npy.journal").write_bytes(b"half an ent")
+    assert "out.npy.journal is no journal of tile" in commands(*words, "8").mistake("tile")
+
+
+def test_without_a_folder_a_network_that_stores_values_begins_again(
+    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("tile", "nets.py:norms", "in.npy", "out.npy", "--tile", "8", *QUIET)
+    seen = stopped_after(monkeypatch, 10**6)
+    assert commands(*words).code == 0
+    kept = seen[0]
+    assert kept < 36
+    text = commands(*words, "--resume")
+    assert text.code == 0 and "note: nothing is written down in out.npy.journal: beginning" in text.err
+    check("out.npy", expected("norms", image))
+
+
+def test_a_process_that_is_killed_goes_on(commands: Commands, image: Any) -> None:
+    """With half a strip written, as nothing says that it is whole."""
+    folder, environment = os.getcwd(), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ["tile", "nets.py:norms", "in.npy", "out.npy", "--tile", "2", "--store", "."]
+    program = (
+        "import sys, time; from patchconv_native.tiles import journal\n"
+        "journal.Journal.due = lambda self: time.sleep(0.1) is None\n"  # a strip takes a while
+        "from patchconv_native.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *words, "--device", "cpu", "--quiet"]
+    process = subprocess.Popen(command, cwd=folder, env=environment)
+    deadline = time.monotonic() + 120
+    while not Path("out.npy.journal").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    text = commands(*words, "--resume", "--device", "cpu")
+    assert text.code == 0 and "beginning" not in text.err, text.err
+    check("out.npy", expected("norms", image))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mistakes.
+
+
+def said(text: CommandText) -> str:
+    return text.mistake("tile") if text.code == 2 else text.failure("tile")
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    (("nets.py:convs", "no.npy", "out.npy"), "INPUT no.npy: is not there"),
+    (("nets.py:convs", "in.jpg", "out.npy"), "INPUT in.jpg: expected a name that ends in .npy, .zarr, .tif or .tiff"),
+    (("nets.py:convs", "in.npy", "out.raw"), "OUTPUT out.raw: expected a name that ends in"),
+    (("nets.py:convs", "in.npy", "no/out.npy"), "there is no folder no"),
+    (("nets.py:convs", "in.npy", "in.npy"), "another file than INPUT"),
+    (("nets.py:convs", "in.npy", "out.npy", "--budget", "1KiB"), "a budget of 1 KiB is too small: Sequential needs"),
+    (("nets.py:convs", "in.npy", "out.npy", "--store", "nowhere"), "--store nowhere: expected a folder that is there"),
+    (("nets.py:convs", "in.npy", "out.npy", "--store", "cpu"), "store='cpu' is the same as 'device'"),
+    (("nets.py:convs", "in.npy", "out.npy", "--weights", "in.npy"), "--weights in.npy: "),
+    (("nets.py:two", "in.npy", "out.npy"), "one tensor, got one that returns tuple"),
+    (("nets.py:wide", "in.npy", "out.npy"), "numpy has no bfloat16"),
+    (("%tiny", "in.npy", "out.npy"), "the model failed on in.npy: "),
+])  # fmt: skip
+def test_mistakes(commands: Commands, image: Any, words: tuple[str, ...], text: str) -> None:
+    assert text in said(commands("tile", *words, *QUIET))
+    assert not Path("out.npy").exists() and not Path("out.npy.journal").exists()
+
+
+def test_packages_that_are_missing_are_named(commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, package in (("out.zarr", "zarr"), ("out.tiff", "tifffile")):
+        text = said(commands("tile", "nets.py:convs", name, "out.npy", *QUIET))
+        assert f"needs {package}: pip install 'patchconv_native[{package}]'" in text

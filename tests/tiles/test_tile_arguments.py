@@ -1,0 +1,200 @@
+"""What `tile` is called with: the dimension that is cut, and lists and mappings that the module changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.spatial_chains import structured
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
+
+
+def alike(got: Any, want: Any) -> None:
+    pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
+    assert pairs
+    for a, b in pairs:
+        if isinstance(b, Tensor):
+            assert type(a) is Tensor and a.shape == b.shape and (a - b).abs().max() <= 1e-9 * b.abs().max()
+        else:
+            assert a == b
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# dim
+
+
+class Mixed(nn.Module):
+    """Kernels, strides and pads that differ along the dimensions, a norm, a mean along each, and a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, (5, 3), (1, 2), (0, 2), bias=False)
+        self.norm, self.second = nn.GroupNorm(2, 6), nn.ConvTranspose2d(6, 3, (2, 3), (2, 1))
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        y = self.norm(self.first(x)).relu()
+        y = torch.cat([self.second(y), y.repeat_interleave(2, 2)[:, :3, :, :1].expand(-1, -1, -1, 2)], 3)
+        return y, y.mean(2), y.amax(3), y[..., 1:-1].flip(3), x.shape[2]
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(2, 2), (3, 3)])
+@torch.no_grad()
+def test_either_dimension_can_be_cut(dim: int, rows: int) -> None:
+    torch.manual_seed(0)
+    net, x = Mixed().double(), structured((3, 3, 21, 37))
+    alike(pc.tile(net, x, tile=rows, dim=dim), net(x))
+
+
+@torch.no_grad()
+def test_wide_images_fit_by_columns() -> None:
+    net, x = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))).double(), structured((1, 3, 8, 1500))
+    want = net(x)
+    with pytest.raises(pc.BudgetError):
+        pc.tile_plan(net, x, budget="100KiB")
+    assert pc.tile_plan(net, x, budget="100KiB", dim=3).needs < 100 * 2**10 < allocated_peak(lambda: net(x))
+    alike(pc.tile_modules(net, "", budget="100KiB", dim=3)(x), want)
+
+
+@pytest.mark.parametrize("dim", [1, 4, -1, True, "W"])
+def test_dim_is_checked(dim: Any) -> None:
+    with pytest.raises(ValueError, match="tile: expected dim to be from 2 to 3, a spatial dimension of x, got"):
+        pc.tile(nn.ReLU(), structured((1, 3, 12, 10)), dim=dim)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lists and mappings
+
+
+class Caching(nn.Module):
+    """Reads entries of lists and mappings, and replaces, adds and moves some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor, cache: dict[str, Any], place: list[int]) -> Tensor:
+        y, old = self.conv(x), cache["kept"][place[0]]
+        if old is None:
+            cache["kept"][place[0]] = y[:, :, -2:].clone()
+        elif old != "text":
+            y = y + old.mean(2, keepdim=True)
+            cache["kept"][place[0]] = "text"
+            cache["more"].insert(0, old)
+        place[0] += 1
+        cache["new"] = (y.mean(), "text", 3)
+        cache["more"].append(x)
+        return y
+
+
+@torch.no_grad()
+def test_lists_and_mappings_are_changed_as_by_one_call() -> None:
+    torch.manual_seed(0)
+    net, x = Caching().double(), structured((2, 3, 20, 11))
+
+    def called(call: Callable[..., Tensor]) -> Any:
+        cache: dict[str, Any] = {"kept": [None, None], "more": []}
+        kept, place, results = cache["kept"], [0], []
+        for number in range(3):
+            place[0] = 0
+            results.append(call(x + number, cache, place))
+        assert kept is cache["kept"]
+        return results, cache, place
+
+    want = called(net)
+    alike(called(lambda *args: pc.tile(net, args, tile=3)), want)
+    alike(called(pc.tile_modules(net, "", budget="1MiB")), want)
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.count = 0
+
+    def add(self, x: Tensor) -> None:
+        self.kept.append(x)
+        self.count += 1
+
+
+def in_place(x: Tensor, cache: list[Tensor]) -> Tensor:
+    cache[0].mul_(2)
+    return x + cache[0]
+
+
+def by_a_view(x: Tensor, cache: list[Tensor]) -> Tensor:
+    cache[0][:, 1] = 2
+    cache.append(x)
+    return x + 1
+
+
+def an_object(x: Tensor, cache: list[Any]) -> Tensor:
+    cache[1].add(x * 2)
+    return x * 2
+
+
+def a_result(x: Tensor, cache: list[Any]) -> Thing:
+    found = Thing()
+    found.add(x * 2)
+    return found
+
+
+def on_pixels(x: Tensor, cache: list[Any]) -> Tensor:
+    cache.append(x)
+    return x if x.mean() > 0 else -x
+
+
+@pytest.mark.parametrize(("function", "text"), [
+    (in_place, "writing into a tensor that is handed in in a list or mapping"),
+    (by_a_view, "writing into a tensor that is handed in in a list or mapping"),
+    (an_object, r"Thing itself keeps a tensor between calls \(its attribute 'kept'\)"),
+    (a_result, "a result with tensors in a Thing is not served"),
+    (on_pixels, "values of pixels"),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_is_refused_changes_nothing(function: Callable[..., Any], text: str) -> None:
+    x, thing = structured((1, 3, 12, 10)), Thing()
+    cache = [x + 1, thing]
+    with pytest.raises(pc.NotServed, match=text):
+        pc.tile(function, (x, cache))
+    assert len(cache) == 2 and torch.equal(cache[0], x + 1) and vars(thing) == vars(Thing())  # type: ignore[arg-type]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.calls = 0
+
+    def encode(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x)
+        return x * 2
+
+
+@torch.no_grad()
+def test_modules_that_a_function_names_are_looked_at_too() -> None:
+    net, x = Counting(), structured((1, 3, 12, 10))
+    for function in (net.encode, lambda x: net.encode(x)):
+        with pytest.raises(
+            pc.NotServed, match=r"Counting itself keeps a tensor between calls \(its attribute 'seen'\)"
+        ):
+            pc.tile(function, x)
+        assert net.seen == [] and net.calls == 0
+
+
+@torch.no_grad()
+def test_one_list_given_twice_is_not_changed() -> None:
+    both: list[Tensor] = []
+
+    def function(x: Tensor, a: list[Tensor], b: list[Tensor]) -> Tensor:
+        a.append(x)
+        return x
+
+    with pytest.raises(pc.NotServed, match="handed in twice"):
+        pc.tile(function, (structured((1, 3, 12, 10)), both, both))
+    assert both == []

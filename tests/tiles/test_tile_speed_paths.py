@@ -1,0 +1,311 @@
+"""What makes `tile` fast: folded norms, strips in channels_last, rows written behind others, small steps that wait."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.spatial_chains import structured
+from torch import Tensor, nn
+
+import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
+from patchconv_native.tiles import fold, plan
+
+
+@pytest.fixture(autouse=True)
+def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold, "_PLACES_A_WEIGHT", 0)
+    monkeypatch.setattr(plan, "STRIP", 2**15)
+    monkeypatch.setattr(plan, "THINNEST", 1)
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-12) -> None:
+    several = isinstance(want, tuple)
+    for a, b in zip(got if several else (got,), want if several else (want,), strict=True):
+        assert type(a) is Tensor and a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def norm(channels: int, mean: float = 0, variance: float = 1, **more: Any) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(channels, **more).eval()
+    assert made.running_mean is not None and made.running_var is not None
+    made.running_mean.normal_().add_(mean)
+    made.running_var.uniform_(0.5, 2).mul_(variance)
+    if made.affine:
+        made.weight.data.normal_()
+        made.bias.data.normal_()
+    return made
+
+
+def folded(net: Callable[..., Any], x: Tensor) -> int:
+    return sum(call.function is fold.conv_of_strips and call.args[-1] is not None for call in graph_of(net, x).calls)
+
+
+def graph_of(net: Callable[..., Any], x: Tensor) -> Any:
+    return pc.tile_plan(net, x).graph
+
+
+def in_layout(x: Tensor, last: bool) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batch norms in convolutions
+
+FOLDED: dict[str, Callable[[], nn.Module]] = {
+    "bias": lambda: nn.Sequential(nn.Conv2d(4, 6, 3, 2, 1), norm(6)),
+    "no bias, groups": lambda: nn.Sequential(nn.Conv2d(4, 8, (2, 3), 3, groups=2, bias=False), norm(8, eps=0.1)),
+    "no weights": lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, dilation=2), norm(4, affine=False)),
+    "padding modes": lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), norm(6)),
+    "converted": lambda: pc.convert(nn.Sequential(nn.Conv2d(4, 6, 3, padding="same"), norm(6))),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+@torch.no_grad()
+def test_norms_are_folded(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = FOLDED[name]().eval().double(), structured((2, 4, 29, 23))
+    before, want = copy.deepcopy(net.state_dict()), net(x)
+    assert folded(net, x) == 1
+    close(pc.tile(net, x), want)
+    close(pc.tile(net, x, tile=5, dim=3), want)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1e4])
+@pytest.mark.parametrize("variance", [1e-8, 1.0, 1e4])
+@torch.no_grad()
+def test_folding_is_as_exact_as_stock(mean: float, variance: float) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(8, 8, 3), norm(8, mean, variance), nn.ReLU()), structured((1, 8, 60, 60)).float()
+    exact, stock = copy.deepcopy(net).double()(x.double()), net(x)
+    assert folded(net, x) == 1
+    assert (pc.tile(net, x) - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
+
+
+CONV, NORM = nn.Conv2d(4, 4, 3, padding=1).double(), norm(4).double()
+IN_HALF = (CONV.weight.bfloat16(), NORM.running_mean, NORM.running_var)
+
+
+def written(x: Tensor) -> Tensor:
+    y = CONV(x)
+    return NORM(y) + y.relu_()
+
+
+NOT_FOLDED: dict[str, Callable[[Tensor], Any]] = {
+    "returned": lambda x: (lambda y: (y, NORM(y)))(CONV(x)),
+    "read twice": lambda x: (lambda y: NORM(y) + y)(CONV(x)),
+    "two norms": lambda x: (lambda y: NORM(y) + NORM(y))(CONV(x)),
+    "written": written,
+    "statistics of the image": lambda x: F.batch_norm(CONV(x), None, None, training=True),
+    "a transposed one": lambda x: NORM(F.conv_transpose2d(x, CONV.weight)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLDED)
+@torch.no_grad()
+def test_norms_that_must_stay(name: str) -> None:
+    net, x = NOT_FOLDED[name], structured((2, 4, 29, 23))
+    assert folded(net, x) == 0
+    close(pc.tile(net, x), net(x))
+
+
+@torch.no_grad()
+def test_the_channels_of_an_image_without_a_batch_are_not_the_norms() -> None:
+    torch.manual_seed(0)
+    conv, last = nn.Conv2d(4, 6, 3, padding=1).double(), norm(6).double()
+
+    def net(x: Tensor) -> Tensor:
+        return F.batch_norm(conv(x), last.running_mean, last.running_var, last.weight, last.bias)
+
+    x = structured((4, 6, 300))
+    assert folded(net, x) == 0
+    close(pc.tile(net, x), net(x))
+
+
+@torch.no_grad()
+def test_half_precision_is_not_folded() -> None:
+    net, x = nn.Sequential(nn.Conv2d(4, 4, 3), norm(4)), structured((1, 4, 29, 23)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert folded(net, x) == 0
+    assert folded(copy.deepcopy(net).bfloat16(), x.bfloat16()) == 0
+    assert folded(net, x) == 1
+
+
+@torch.no_grad()
+def test_convolutions_and_norms_that_are_used_twice() -> None:
+    def net(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = NORM(CONV(x))
+        return NORM(CONV(y.relu())) + x, F.max_pool2d(NORM(y), 2)
+
+    x = structured((1, 4, 29, 23))
+    assert folded(net, x) == 2  # what is read several times is a norm's result, not a convolution's
+    close(pc.tile(net, x), net(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Strips in channels_last
+
+
+class Small(nn.Module):
+    """A skip, a pool, an upsampling, an output between."""
+
+    def __init__(self, images: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(images, 8, 3, padding=1), norm(8), nn.ReLU(inplace=True))
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), norm(8), nn.SiLU())
+        self.last = nn.Conv2d(16, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a = self.first(x)
+        b = self.second(F.max_pool2d(a, 2))
+        y = torch.cat([a, F.interpolate(b, size=a.shape[2:], mode="bilinear")], 1)
+        return F.leaky_relu(self.last(y), 0.1), b, a
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+@torch.no_grad()
+def test_results_keep_stocks_strides(batch: int, last: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Small().eval(), in_layout(structured((batch, 3, 45, 30)).float(), last)
+    graph = graph_of(net, x)
+    assert bool(graph.strides) == (not last)
+    assert all(fake.is_contiguous(memory_format=torch.channels_last) for fake in graph.fakes)
+    close(pc.tile(net, x), net(x), 1e-5)
+
+
+@torch.no_grad()
+def test_results_that_are_computed_whole_keep_stocks_strides() -> None:
+    conv, x = nn.Conv2d(3, 8, 3), structured((1, 3, 42, 42)).float()
+    for net in (
+        lambda x: F.interpolate(conv(x), scale_factor=0.5, mode="bilinear", antialias=True),
+        lambda x: F.interpolate(conv(x), size=(1, 5), mode="area"),
+        lambda x: torch.cat([conv(x), conv(x)], 2),
+    ):
+        close(pc.tile(net, x), net(x), 1e-5)
+
+
+@pytest.mark.parametrize(("batch", "images"), [(1, 1), (1, 3), (3, 3)])
+@torch.no_grad()
+def test_strips_in_either_layout_keep_the_predicted_peak(
+    batch: int, images: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the strip at the border, which gets its padding, has fewer rows than others."""
+    monkeypatch.setattr(plan, "STRIP", 2**17)
+    torch.manual_seed(0)
+    net, x = nn.Sequential(Small(images).first, nn.Conv2d(8, 2, 3, padding=1)), structured((batch, images, 90, 64))
+    x = x.float()
+    for budget in (None, "300KiB"):
+        predicted, found = pc.tile_plan(net, x, budget=budget), []
+        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
+        assert peak - found[0].nbytes <= predicted.needs
+
+
+@torch.no_grad()
+def test_the_copy_behind_padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "STRIP", 2**17)
+    conv, x = nn.Conv2d(64, 4, 3, padding=1), structured((3, 64, 40, 16)).float()
+    for budget in (None, "300KiB"):
+        predicted, found = pc.tile_plan(conv, x, budget=budget), []
+        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(conv, x, budget=budget)))
+        assert peak - found[0].nbytes <= predicted.needs
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@torch.no_grad()
+def test_the_copy_of_an_images_rows_counts(kernel: int) -> None:
+    """A convolution without padding reads a view, which it copies."""
+    net, x = nn.Sequential(nn.Conv2d(32, 4, kernel), nn.GroupNorm(1, 4)), structured((1, 32, 60, 64)).float()
+    for budget in (None, "300KiB"):
+        predicted, found = pc.tile_plan(net, x, budget=budget), []
+        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
+        assert peak - found[0].nbytes <= predicted.needs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows behind those that are still read
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "relu": (F.relu, 1),
+    "relu6": (lambda x: F.relu6(x, inplace=True), 1),
+    "hardtanh": (lambda x: F.hardtanh(x, -0.3, 0.4, True), 1),
+    "leaky_relu": (lambda x: F.leaky_relu(x, 0.3, True), 1),
+    "elu": (lambda x: F.elu(x, 0.5), 1),
+    "silu": (lambda x: F.silu(x, inplace=True), 1),
+    "hardswish": (F.hardswish, 1),
+    "gelu": (F.gelu, 0),
+    "gelu, tanh": (lambda x: F.gelu(x, approximate="tanh"), 0),
+    "mish": (F.mish, 0),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_activations_write_behind_rows(name: str, dtype: torch.dtype) -> None:
+    activation, rooms = ACTIVATIONS[name]
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 6, 3).to(dtype), nn.Conv2d(6, 4, 3).to(dtype)
+
+    def net(x: Tensor) -> Tensor:
+        return second(activation(first(x)))
+
+    for last in (False, True):
+        x = in_layout(structured((2, 3, 35, 20)).to(dtype), last)
+        assert len(pc.tile_plan(net, x, tile=8).sweeps[0].rooms) == rooms
+        close(pc.tile(net, x, tile=8), net(x), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@torch.no_grad()
+def test_results_do_not_share_the_memory_that_rows_are_in() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 6, 3).double(), nn.Conv2d(6, 4, 3).double()
+
+    def net(x: Tensor) -> tuple[Tensor, ...]:
+        y = F.relu(first(x))
+        z = y[:, :5]
+        return y, z, second(y).add_(1), z.clone().neg_(), y.detach()
+
+    x = structured((1, 3, 61, 43))
+    for got, want in zip(pc.tile(net, x, tile=5), net(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Small steps that wait
+
+
+class Deep(nn.Module):
+    """Levels of a sixteenth of the bytes, up again, and a norm of the whole image between."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 4, 4)
+        self.c, self.d = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(1, 4) if whole else nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.relu(self.a(x))
+        z = self.norm(F.relu(self.c(F.relu(self.b(y)))))
+        z = F.max_pool2d(self.c(z), 2)
+        up = F.interpolate(z, size=y.shape[2:], mode="nearest")
+        return self.d(torch.cat([y[:, :4], up], 1)), self.c(z)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dim", [2, 3])
+@torch.no_grad()
+def test_waiting_steps_give_the_same_numbers(dim: int, whole: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Deep(whole).double(), structured((1, 3, 85, 61))
+    sweeps = pc.tile_plan(net, x, dim=dim).sweeps
+    idle = [sum(low == high for low, high in step.rows) for sweep in sweeps for step in sweep.steps]
+    assert max(idle) > max(sweep.strips for sweep in sweeps) // 3
+    close(pc.tile(net, x, dim=dim), net(x))
