@@ -38,6 +38,9 @@ Splits = int | Sequence[int] | None
 
 _C = _library.load()
 _ops = torch.ops.patchconv
+# By number of dimensions. Not an f-string: torch.compile of torch 2.13 makes the number symbolic, and refuses one.
+_CONVS = ("", "conv1d", "conv2d", "conv3d")
+_CONV_TRANSPOSES = ("", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _PLAIN = frozenset((Tensor, Parameter))
 _function_modes: Any = torch._C._len_torch_function_stack
 
@@ -162,7 +165,7 @@ def conv(
         except TypeError:
             pass  # the longer way serves it, or names the wrong argument
     return _through_torch_ops(
-        f"conv{dims}d", input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
+        _CONVS[dims], input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
         padding_mode=padding_mode, splits=splits,
     )  # fmt: skip
 
@@ -194,7 +197,7 @@ def conv_transpose(
         except TypeError:
             pass
     return _through_torch_ops(
-        f"conv_transpose{dims}d", input, weight, bias, stride=stride, padding=padding, output_padding=output_padding,
+        _CONV_TRANSPOSES[dims], input, weight, bias, stride=stride, padding=padding, output_padding=output_padding,
         groups=groups, dilation=dilation, splits=splits,
     )  # fmt: skip
 
