@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .cpu_convs import BLOCK, Conv, forward_bytes, of_a_tile
 
 _C = _library.load()
 _aten = torch.ops.aten
-# Channels in a block of oneDNN's layouts.
-_BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
 def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -70,15 +69,13 @@ def _stock(
     if device != "cpu" or stock not in (0, given + made):
         return stock
     if pass_ == "wgrad" and last and weight[1] == 1 and weight[0] == groups and max(weight[2:]) > 3:
-        return (_BLOCK**2 + 1) * weights  # depthwise: as dense blocks of channels
+        return (BLOCK**2 + 1) * weights  # depthwise: as dense blocks of channels
     reordered = stock > 0 and not last
     strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
     blocked, out_blocked = (
-        _bytes((shape[0], -(-shape[1] // _BLOCK) * _BLOCK, *shape[2:]), dtype) for shape in (size, out)
+        _bytes((shape[0], -(-shape[1] // BLOCK) * BLOCK, *shape[2:]), dtype) for shape in (size, out)
     )
     read = blocked if weight[1] > 3 or groups > 1 else 0
-    if pass_ == "fprop":
-        return weights + (max(read + out_blocked - made, out_blocked) if reordered else 0)
     if pass_ == "dgrad":
         if not reordered:
             return weights + (blocked // size[0] if strided else 0)
@@ -97,7 +94,9 @@ def _pair(found: dict[str, int], weights: int) -> int:
 
 
 def _last(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    """Whether torch takes it for an image in channels_last: not one of a single channel that is in both layouts."""
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and tensor.stride(1) <= tensor.stride(3)
 
 
 def _made_dense(grad: Tensor) -> int:
@@ -194,15 +193,22 @@ def _pass(
         value = [value] if isinstance(value, int) else list(value)
         return value * dims if len(value) == 1 else value
 
+    given = ("stride", "padding", "dilation", "output_padding")
+    stride, padding, dilation, more = (entries(a[key] or 0) for key in given)
     name, splits, transposed = str(dtype).removeprefix("torch."), a["splits"], a["transposed"]
     found = _C.plan(
-        input=list(size), weight=list(weight), stride=entries(a["stride"]), padding=entries(a["padding"]),
-        output_padding=entries(a["output_padding"] or 0), dilation=entries(a["dilation"]), groups=a["groups"],
-        transposed=transposed, padding_mode=a["padding_mode"], splits=None if splits is None else list(splits),
-        input_stride=list(strides), weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
+        input=list(size), weight=list(weight), stride=stride, padding=padding, output_padding=more, dilation=dilation,
+        groups=a["groups"], transposed=transposed, padding_mode=a["padding_mode"],
+        splits=None if splits is None else list(splits), input_stride=list(strides), weight_stride=[], dtype=name,
+        weight_dtype=name, device=device, pass_=pass_,
     )  # fmt: skip
+    padding = padding[:: len(padding) // dims]  # before and after, which are alike in stock's, or one number for both
+    conv = Conv(size, weight, output, stride, padding, dilation, more, a["groups"], transposed, dtype, last)
     if a["ours"] and found["path"] != "stock":
-        return found["workspace_bytes"]
+        ours: int = found["workspace_bytes"]
+        return ours + (of_a_tile(conv) if device == "cpu" and pass_ == "fprop" else 0)
+    if pass_ == "fprop" and device == "cpu":
+        return forward_bytes(conv)
     ends = (size, output)
     if transposed:  # the input's gradient of a convolution with the ends turned
         pass_, ends = {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_), (output, size)

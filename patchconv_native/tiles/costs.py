@@ -78,9 +78,12 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int) -> Cost:
         for v, ranges in step.reads.items():
             fake, dim, (a, b) = graph.fakes[v], kinds.dims[v], ranges[strip]
             apart = v in graph.inputs and b - a < fake.size(dim) and not rows_lie_together(graph, kinds, v)  # a view
-            cut[v] = fake.new_empty((*fake.shape[:dim], b - a + apart, *fake.shape[dim + 1 :])).narrow(dim, 0, b - a)
-            if fake.dim() == 4 and fake.is_contiguous(memory_format=torch.channels_last):
-                cut[v] = cut[v].contiguous(memory_format=torch.channels_last)
+            last = fake.dim() == 4 and fake.is_contiguous(memory_format=torch.channels_last)
+            made = torch.empty(
+                (*fake.shape[:dim], b - a + apart, *fake.shape[dim + 1 :]), dtype=fake.dtype, device=fake.device,
+                memory_format=torch.channels_last if last else torch.contiguous_format,
+            )  # fmt: skip
+            cut[v] = made.narrow(dim, 0, b - a)
     peak = _Peak()
     counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
     counted.there_before([graph.fakes, *cut.values()])

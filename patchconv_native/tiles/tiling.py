@@ -154,6 +154,7 @@ def run_plan(
     store are then those of the call that was broken off.
     """
     graph, kinds = plan.graph, plan.kinds
+    graph.undo = Graph.undo  # what it held is freed
     results = {}
     for v in [v for sweep in plan.sweeps for v in sweep.results]:
         fake = graph.fakes[v]
