@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .sizes import storage, tensors
 from .workspace import workspace
 
-# Operators whose CPU kernels keep channels_last although their fake results are contiguous, and the argument whose
+# Operators whose CPU kernels keep channels_last, although their fake results are contiguous, and the argument whose
 # layout they keep.
 _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
 
@@ -30,10 +31,36 @@ _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.nati
 _UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 
 
-def _in_layout_of(given: Tensor, made: Tensor | None) -> Tensor | None:
-    if made is None or given.dim() != 4 or not given.is_contiguous(memory_format=torch.channels_last):
-        return made
-    return torch.empty_like(made, memory_format=torch.channels_last)
+# Operators that keep odd strides along dimensions of size one where their other operand is a number.
+_ARITHMETIC = {getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+
+
+def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...]:
+    """Strides of a real result, which may be others than the fake one's along dimensions of size one."""
+    if func is torch.ops.aten.view.default:
+        return torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1]).stride()
+    if func in _ARITHMETIC and isinstance(args[0], Tensor) and not isinstance(args[1], Tensor):
+        pairs = zip(result.stride(), args[0].stride(), result.shape, strict=True)
+        if all(a == b or size == 1 for a, b, size in pairs):
+            return args[0].stride()
+    return result.stride()
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors in the layouts that the operators give real ones."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(result, Tensor):
+            strides = _strides(func, args, result)
+            return result if result.stride() == strides else result.as_strided(result.shape, strides)
+        given = args[_KEEP_LAYOUT[func]] if func in _KEEP_LAYOUT else None
+        if given is None or given.device.type != "cpu" or result[0] is None:
+            return result
+        return torch.empty_like(result[0], memory_format=suggest_memory_format(given)), *result[1:]
 
 
 class Storages(TorchDispatchMode):
@@ -67,8 +94,6 @@ class Storages(TorchDispatchMode):
             )
         self.there_before_if_real(args)
         result = func(*args, **kwargs)
-        if func in _KEEP_LAYOUT and self._device.type == "cpu":
-            result = (_in_layout_of(args[_KEEP_LAYOUT[func]], result[0]), *result[1:])
         for tensor in tensors(result):
             self._count(tensor)
         self._add_work(func, args, kwargs, result)
@@ -137,12 +162,12 @@ def unlogged() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple[FakeTensorMode, Any]]:
+def faked(model: nn.Module, values: Any, device: torch.device) -> Iterator[tuple[FakeMode, Any]]:
     """Replaces the model's parameters and buffers by fake ones on `device` for the block.
 
     Yields the mode and `values` with fake tensors in place of real ones. The real tensors are not touched.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode()
 
     def fake(tensor: Tensor) -> Tensor:
         if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):

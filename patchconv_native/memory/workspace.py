@@ -40,6 +40,9 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
+    for name, taps in _TAPS.items():
+        rule = functools.partial(_resize, taps)
+        rules |= dict.fromkeys((getattr(_aten, name).default, getattr(_aten, name).vec), rule)
     for dims, transposed in itertools.product((1, 2, 3), (False, True)):
         name = f"conv{'_transpose' if transposed else ''}{dims}d"
         forward, backward = (_TRANSPOSED, _TRANSPOSED_BACKWARD) if transposed else (_FORWARD, _BACKWARD)
@@ -125,6 +128,23 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devi
     return sum(t.nbytes for t in whole if not t.is_contiguous())
 
 
+_TAPS = {"upsample_nearest2d": 1, "_upsample_nearest_exact2d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 4}
+"""Coordinates of the input that one of the result follows from, along each dimension."""
+
+
+def _resize(taps: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Of torch 2.14 on the CPU, as observed: a small image that is not in channels_last is copied to it and back; of
+    others, coordinates and weights of each row and column.
+    """
+    if device != "cpu":
+        return 0
+    small = sum(result.shape[2:]) <= 128 and not args[0].is_contiguous(memory_format=torch.channels_last)
+    if small and taps < 4:
+        return args[0].nbytes + result.nbytes
+    weight = 8 if result.dtype == torch.float64 else 4
+    return sum(result.shape[2:]) * taps * (8 + weight)
+
+
 def _flash_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """Of torch 2.14 on the CPU, as observed: for each thread, scores of a block of queries and keys, and a block of the
     result. bfloat16 also packs keys and values, which is about as large as these.
@@ -159,11 +179,15 @@ def _forward(
     device: str,
 ) -> int:  # fmt: skip
     a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
-    input = a["input"]
+    input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
-    return _pass(
-        "fprop", a, device, input.shape, input.stride(), a["weight"].shape, input.dtype, output.shape, _last(input)
-    )
+    last, copied = _last(input), 0
+    if device == "cpu" and weight.dim() == 4:  # torch brings the operands to one layout
+        if not last and _last(weight) and not weight.is_contiguous():
+            last, copied = True, input.nbytes
+        if last and not weight.is_contiguous(memory_format=torch.channels_last):
+            copied += weight.nbytes
+    return _pass("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype, output.shape, last, copied)
 
 
 def _backward(
@@ -184,9 +208,11 @@ def _backward(
 
 def _pass(
     pass_: str, a: dict[str, Any], device: str, size: Any, strides: Any, weight: Any, dtype: torch.dtype, output: Any,
-    last: bool,
+    last: bool, copied: int = 0,
 ) -> int:  # fmt: skip
-    """The workspace of one pass of a convolution with the arguments `a`, which is planned as `explain` does."""
+    """The workspace of one pass of a convolution with the arguments `a`, which is planned as `explain` does. copied:
+    bytes that stock's forward pass copies first.
+    """
     dims = len(weight) - 2
 
     def entries(value: Any) -> list[int]:
@@ -203,12 +229,13 @@ def _pass(
         weight_dtype=name, device=device, pass_=pass_,
     )  # fmt: skip
     padding = padding[:: len(padding) // dims]  # before and after, which are alike in stock's, or one number for both
-    conv = Conv(size, weight, output, stride, padding, dilation, more, a["groups"], transposed, dtype, last)
+    whole, made = ((*[1] * (dims + 2 - len(shape)), *shape) for shape in (size, output))  # with a batch dimension
+    conv = Conv(whole, weight, made, stride, padding, dilation, more, a["groups"], transposed, dtype, last)
     if a["ours"] and found["path"] != "stock":
         ours: int = found["workspace_bytes"]
         return ours + (of_a_tile(conv) if device == "cpu" and pass_ == "fprop" else 0)
     if pass_ == "fprop" and device == "cpu":
-        return forward_bytes(conv)
+        return copied + forward_bytes(conv)
     ends = (size, output)
     if transposed:  # the input's gradient of a convolution with the ends turned
         pass_, ends = {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_), (output, size)

@@ -22,6 +22,18 @@ def in_layout_of(like: Tensor, made: Tensor) -> Tensor:
     return made if format == torch.contiguous_format else made.contiguous(memory_format=format)
 
 
+def with_usual_strides(x: Tensor) -> Tensor:
+    """x with the strides of a new tensor in its memory format. What is computed of a view may step from one image to
+    the next by less than an image where there is but one, and torch then takes channels_last for contiguous_format.
+    """
+    if layout(x) == torch.contiguous_format or x.requires_grad:
+        return x
+    strides, step = list(x.stride()), 1
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        strides[d], step = step, step * x.size(d)
+    return x.as_strided(x.shape, strides)
+
+
 def empty(like: Tensor, dim: int, length: int, format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """An uninitialized tensor with another length along `dim`."""
     shape = list(like.shape)

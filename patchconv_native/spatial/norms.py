@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import functional
 from .axis import Executor, Executors, executors_of
+from .layout import with_usual_strides
 from .moments import Moments, moments, normalize
 from .operands import aligned, parameter, wrap
 from .rules import refuse, rule
@@ -121,7 +122,7 @@ def group_norm(
     dims, executors = tuple(range(2, 3 + spatial)), executors_of(input.axes)
     found = moments(grouped, dims, executors, math.prod(input.shape[1:]) // num_groups)
     y = normalize(grouped, weight, bias, shape, dims, eps, executors, found)
-    return SpatialTensor(y.flatten(1, 2), input.axes)
+    return SpatialTensor(with_usual_strides(y.flatten(1, 2)), input.axes)
 
 
 @rule(torch.group_norm)
@@ -138,7 +139,7 @@ def instance_norm(
 ) -> Tensor:  # fmt: skip
     _check("instance_norm", input)
     if not use_input_stats:
-        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps).contiguous()
     dims, executors = tuple(range(2, input.dim())), executors_of(input.axes)
     mean, var, count = moments(input._local, dims, executors, math.prod(input.shape[2:]))
     if count == 1:
@@ -149,7 +150,7 @@ def instance_norm(
     grouped = input._local.unsqueeze(2)
     found = Moments(mean.unsqueeze(2), var.unsqueeze(2), count)
     y = normalize(grouped, weight, bias, _broadcast(grouped), tuple(range(2, grouped.dim())), eps, executors, found)
-    return SpatialTensor(y.squeeze(2), input.axes)
+    return SpatialTensor(y.squeeze(2).contiguous(), input.axes)  # as torch's, also of an input in channels_last
 
 
 @rule(F.layer_norm)

@@ -165,9 +165,10 @@ def adaptive_avg_pool(dims: int, input: Any, output_size: Any) -> Tensor:
     check_image(name, input, dims)
     sizes = _sizes(input, output_size, dims)
     pool = getattr(functional, name)
-    if ones := _to_one(input, sizes):
-        y = mean_of(input, dim=ones, keepdim=True)
-        if len(ones) == dims:
+    if _to_one(input, sizes):
+        over = [d for d, size in zip(range(input.dim() - dims, input.dim()), sizes, strict=True) if size == 1]
+        y = mean_of(input, dim=over, keepdim=True)
+        if len(over) == dims:
             return y
         return adaptive_avg_pool(dims, y, sizes) if isinstance(y, SpatialTensor) else pool(y, sizes)
     return _adaptive(name, input, sizes, lambda x, d: x.mean(d, keepdim=True), pool)

@@ -13,6 +13,7 @@ import torch
 
 from ..memory.fake import Storages
 from ..memory.sizes import tensors
+from ..spatial.layout import empty, layout
 from .chains import run_chain
 from .kinds import Kinds, rows_lie_together
 from .record import Graph
@@ -54,22 +55,19 @@ Known = dict[tuple[Any, ...], Cost]
 def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known) -> Cost:
     """known: what was found before, for steps of as many rows."""
     there = [k for k, (low, high) in enumerate(step.rows) if low < high] or [0]
-    strips = {
-        max(there, key=lambda k: step.rows[k][1] - step.rows[k][0]),
-        max(there, key=lambda k: sum(ranges[k][1] - ranges[k][0] for ranges in step.reads.values())),
-    }
-    if kinds.fetches[step.call]:  # padding at the border is joined to the rows
-        strips |= {there[0], there[-1]}
-    found = []
-    for strip in strips:
+    found: dict[tuple[Any, ...], Cost] = {}
+    for strip in there:  # more rows may need less: a convolution of few goes to another library
         low, high = step.rows[strip]
         reads = tuple(b - a for a, b in (ranges[strip] for ranges in step.reads.values()))
-        border = kinds.fetches[step.call] and (strip == there[0], strip == there[-1])
+        border = kinds.fetches[step.call] and (strip == there[0], strip == there[-1])  # padding is joined to the rows
         key = *step.calls, step.asks, high - low, reads, border
+        if key in found:
+            continue
         if key not in known:
             known[key] = _measured(graph, kinds, step, strip)
-        found.append(known[key])
-    return Cost(max(one.peak for one in found), max(one.result for one in found), max(one.flops for one in found))
+        found[key] = known[key]
+    costs = found.values()
+    return Cost(max(one.peak for one in costs), max(one.result for one in costs), max(one.flops for one in costs))
 
 
 def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int) -> Cost:
@@ -78,11 +76,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int) -> Cost:
         for v, ranges in step.reads.items():
             fake, dim, (a, b) = graph.fakes[v], kinds.dims[v], ranges[strip]
             apart = v in graph.inputs and b - a < fake.size(dim) and not rows_lie_together(graph, kinds, v)  # a view
-            last = fake.dim() == 4 and fake.is_contiguous(memory_format=torch.channels_last)
-            made = torch.empty(
-                (*fake.shape[:dim], b - a + apart, *fake.shape[dim + 1 :]), dtype=fake.dtype, device=fake.device,
-                memory_format=torch.channels_last if last else torch.contiguous_format,
-            )  # fmt: skip
+            made = empty(fake, dim, b - a + apart, layout(fake))
             cut[v] = made.narrow(dim, 0, b - a)
     peak = _Peak()
     counted = Storages(peak, graph.fakes[graph.inputs[0]].device)

@@ -17,10 +17,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.pointwise import BY_PLACE, OF_SHAPE
@@ -105,7 +106,7 @@ class Graph:
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     undo: Callable[[], None] = lambda: None
     """Undoes what the module changed while it was recorded, and that was kept."""
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: FakeMode = field(default_factory=FakeMode)
 
     @property
     def results(self) -> list[int]:

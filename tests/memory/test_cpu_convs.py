@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.pairs import only_full
 from support.seeds import SWEEP_SEED
 
-from patchconv_native.memory.fake import Storages
+from patchconv_native.memory.fake import FakeMode, Storages
 from patchconv_native.memory.peaks import allocated_peak
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +39,7 @@ def ratio(x, weight, transposed=False, **arguments):
     peak = _Peak()
     counted = Storages(peak, x.device)
     counted.there_before([x, weight])
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeMode() as mode:
         fakes = [mode.from_tensor(t) for t in (x, weight)]
         counted.there_before(fakes)
         with counted:
@@ -77,6 +77,16 @@ def test_a_convolution_of_networks(kind, dtype, last, stride):
 def test_in_other_dimensions(size):
     x, weight = operands(24, 40, 3, 1, size, 1, torch.float32, False)
     found = ratio(x, weight, padding=1)
+    assert 0.97 <= found <= 1.06, found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("last", [0, 1], ids=["x", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_operands_in_two_layouts(dtype, last):
+    operand = list(operands(64, 64, 3, 1, (40, 60), 2, dtype, False))
+    operand[last] = operand[last].contiguous(memory_format=torch.channels_last)
+    found = ratio(*operand, padding=1)
     assert 0.97 <= found <= 1.06, found
 
 
