@@ -53,7 +53,7 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, Tensor):
             strides = _strides(func, args, result)
             return result if result.stride() == strides else result.as_strided(result.shape, strides)
