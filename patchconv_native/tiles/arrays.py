@@ -6,6 +6,7 @@ An array-like has a shape, a dtype of numpy's and slices: numpy.ndarray, numpy.m
 from __future__ import annotations
 
 import math
+import mmap
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Source:
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         rows = torch.empty(shape, dtype=self.dtype)
         rows.numpy()[...] = self.x[_rows(dim, low, high)]
+        _release_pages(self.x)
         return rows.to(self.device)
 
     def all(self) -> Tensor:
@@ -81,6 +83,7 @@ class Sink:
             self.x.narrow(dim, low, high - low).copy_(rows)
         elif low < high:
             self.x[_rows(dim, low, high)] = rows.numpy(force=True)
+            _release_pages(self.x)
 
     def flush(self) -> None:
         """So that what was written outlives this process and this machine, where it is in a file."""
@@ -109,6 +112,19 @@ def _is_numpy(x: Any) -> bool:
     import numpy
 
     return isinstance(x, numpy.ndarray)
+
+
+def _release_pages(x: Any) -> None:
+    """Unmaps the pages of a numpy.memmap that were touched, or they count for the process. The file keeps its values."""
+    import numpy
+
+    if not isinstance(x, numpy.memmap) or x.mode == "c":  # changes to a copy of the pages are nowhere else
+        return
+    base: Any = x
+    while isinstance(base, numpy.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def check_out(owner: str, out: Any, graph: Graph, images: list[Any]) -> None:

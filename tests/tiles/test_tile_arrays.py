@@ -112,6 +112,35 @@ def test_strips_are_read_and_written_and_nothing_larger() -> None:
     torch.testing.assert_close(torch.from_numpy(out.data), model(torch.from_numpy(x.data)))
 
 
+def pages_of(path: Path) -> int:
+    """Bytes of a file that are mapped into this process and in memory."""
+    parts = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    return sum(1024 * int(part.partition("Rss:")[2].split()[0]) for part in parts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+@torch.no_grad()
+def test_mapped_files_do_not_fill_the_process(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "x.npy", pixels(1, 3, 900, 800))
+    x = numpy.load(tmp_path / "x.npy", mmap_mode="r")[:, :, 20:]
+    out = numpy.lib.format.open_memmap(tmp_path / "out.npy", "w+", numpy.float32, (1, 2, 440, 400))
+    model, seen = OfBytes(), []
+    pc.tile(model, x, tile=8, out=out, progress=lambda *_: seen.append(pages_of(tmp_path)))
+    assert len(seen) > 9 and max(seen) < (x.nbytes + out.nbytes) // 4
+    torch.testing.assert_close(torch.from_numpy(out), model(torch.from_numpy(numpy.array(x))))
+    assert pages_of(tmp_path) > out.nbytes // 2  # both are read now
+
+
+@torch.no_grad()
+def test_changes_to_a_copy_of_mapped_pages_stay(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "x.npy", pixels(1, 3, 90, 80))
+    x = numpy.load(tmp_path / "x.npy", mmap_mode="c")
+    x[:, :, 40:] = 7
+    want = OfBytes()(torch.from_numpy(numpy.array(x)))
+    torch.testing.assert_close(pc.tile(OfBytes(), x, tile=8), want)
+    assert (x[:, :, 40:] == 7).all()
+
+
 @pytest.mark.parametrize("with_out", [False, True])
 @torch.no_grad()
 def test_the_budget_counts_everything(with_out: bool) -> None:
