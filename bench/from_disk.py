@@ -1,9 +1,9 @@
 """A gigapixel image of bytes from a file through a network into a file: memory of the process, and throughput.
 
-The script writes the image, (1, 3, 32768, 32768). One network only reads: means of 32x32 pixels. The other is ResNet-18,
-to its last features. Each runs in a process of its own, by `pc.tile` on numpy.memmap in a budget; the memory is the
-kernel's high-water mark above what the process held when libraries and model were loaded. Beside them a plain read of the
-file, from first byte to last. The page cache has nothing of the file before each of them.
+The script writes the image, (1, 3, 32768, 32768). One network only reads: means of 32x32 pixels. The other is
+ResNet-18, to its last features. Each runs in a process of its own, by `pc.tile` on numpy.memmap in a budget; the memory
+is the kernel's high-water mark above what the process held when libraries and model were loaded. Beside them a plain
+read of the file, from first byte to last. The page cache has nothing of the file before each of them.
 """
 
 from __future__ import annotations

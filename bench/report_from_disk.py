@@ -16,10 +16,10 @@ TITLES = {
 def sections(data: Row) -> Iterator[Section]:
     side, count = data["side"], data["bytes"]
     yield Section(
-        f"(1, 3, {side}, {side}), bytes in a .npy file of {count / MIB:.0f} MiB; `pc.tile` reads numpy.memmap and writes "
-        f"numpy.memmap, budget {data['budget']}, float32, 2 threads where the machine has them. Process: how far the "
-        "process's resident memory grew, pages of the files included, above libraries and model. Difference: the largest "
-        "one from stock's call on 1024 rows and columns of the middle, of the largest value there."
+        f"(1, 3, {side}, {side}), bytes in a .npy file of {count / MIB:.0f} MiB; `pc.tile` reads numpy.memmap and "
+        f"writes numpy.memmap, budget {data['budget']}, float32. Process: how far the process's resident memory grew "
+        "above libraries and model, pages of the files included. Difference: the largest one "
+        "from stock's call on 1024 rows and columns of the middle, of the largest value there."
     )
     yield Section("", ["", "process, MiB", "seconds", "megapixels/s", "MiB/s", "difference"], map(_line, _with(data)))
 

@@ -115,7 +115,7 @@ def _is_numpy(x: Any) -> bool:
 
 
 def _release_pages(x: Any) -> None:
-    """Unmaps the pages of a numpy.memmap that were touched, or they count for the process. The file keeps its values."""
+    """Unmaps the pages of a numpy.memmap that were touched: they count for the process. The file keeps its values."""
     import numpy
 
     if not isinstance(x, numpy.memmap) or x.mode == "c":  # changes to a copy of the pages are nowhere else
