@@ -103,6 +103,19 @@ def _taps(
     return taps, torch.stack([far[0], near[0], near[1], far[1]])
 
 
+def _reads(
+    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype,
+    device: Any,
+) -> Range:  # fmt: skip
+    """The coordinates that a range of outputs reads: from the lowest one of its first output to the highest of its last."""
+    low, high = outputs
+    if low >= high:
+        return 0, 0
+    ends = (low, low + 1), (high - 1, high)
+    first, last = (_taps(mode, dims, size, out, scale, align, end, dtype, device)[0] for end in ends)
+    return int(first.min()), int(last.max()) + 1
+
+
 _MODES = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
 
 
@@ -158,10 +171,10 @@ def interpolate(
         axes[d] = scaled_axis("interpolate", axis, out)
         given = mode, dims, axis.size, out, scale, bool(align_corners)
         with _disable_current_modes():  # coordinates are computed even where x has a shape alone
-            found = [_taps(*given, part, precise(local.dtype), device) for part in axes[d].ranges()]
-            reads = [(int(taps.min()), int(taps.max()) + 1) if taps.numel() else (0, 0) for taps, _ in found]
+            parts = axes[d].ranges()
+            reads = [_reads(*given, part, precise(local.dtype), device) for part in parts]
+            taps, weights = _taps(*given, parts[axis.index], precise(local.dtype), device)
         local = reading(local, d, axis, reads, fresh=False)
-        taps, weights = found[axis.index]
         local = _resampled(local, d, taps, weights, reads[axis.index][0])
     return SpatialTensor(local, axes)
 

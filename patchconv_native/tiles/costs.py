@@ -133,7 +133,7 @@ _TAKE_VIEWS = {"add", "add_", "sub", "mul", "__add__", "__iadd__", "__radd__", "
 
 
 class _CountedRows:
-    """As `Rows`, with lengths in place of tensors. `add` and `drop` return by how much the bytes change."""
+    """As `Rows`, with lengths in place of tensors. `add` returns by how much the bytes grow."""
 
     def __init__(self, row: int, together: bool = True) -> None:
         self.row, self._together = row, together
@@ -177,17 +177,19 @@ class _CountedRows:
         """All that what follows depends on."""
         return self.end, self.bytes, self._below, hash(tuple(self._begins))
 
-    def drop(self, below: int) -> int:
-        before, self._below = self.bytes, below
+    def drop(self, below: int) -> tuple[int, int]:
+        """How many bytes are let go of, and how many of them are still there while the rows that stay are copied."""
+        before, self._below, held = self.bytes, below, 0
         gone = max(bisect.bisect_right(self._begins, below) - 1, 0)  # whole pieces before the one that holds `below`
         if self.end <= below:
             gone = len(self._begins)
         elif self._begins and self._begins[gone] < below:
             begin, end = self._begins[gone], [*self._begins[gone + 1 : gone + 2], self.end][0]
-            self._begins[gone] = below if copies_rest(end - below, end - begin) else begin
+            if copies_rest(end - below, end - begin):
+                self._begins[gone], held = below, (end - begin) * self.row
         del self._begins[:gone]
         self.bytes = (self.end - self._begins[0]) * self.row if self._begins else 0
-        return self.bytes - before
+        return before - self.bytes, held
 
 
 Stored = dict[int, _CountedRows]
@@ -234,11 +236,11 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
                         if v in sweep.stores:
                             there += stored[v].add(high - low) * outside.counted
             for v in step.reads:
-                if sweep.last_read[v] == place:
-                    if v in buffers:
-                        there += buffers[v].drop(sweep.keep[v][strip])
-                    elif v in sweep.frees:
-                        there += stored[v].drop(sweep.keep[v][strip]) * outside.counted
+                read = buffers.get(v) or (stored[v] if v in sweep.frees and outside.counted else None)
+                if sweep.last_read[v] == place and read is not None:
+                    gone, held = read.drop(sweep.keep[v][strip])
+                    there -= gone
+                    most = max(most, there + held)
     for v in sweep.frees:
         stored.pop(v, None)
     return most

@@ -135,29 +135,62 @@ def cut_into(
     be. patient: steps with small results wait for the rows of several strips.
     """
     periods = _periods(graph, base) if patient else [1] * len(base.steps)
-    sweep = Sweep(base.number, strips, [], base.sources, base.results, base.stores, base.frees)
-    ready: dict[int, list[int]] = {}
-    for v in base.sources:
-        size = graph.fakes[v].size(kinds.dims[v])
-        ready[v] = [-(-size * k // strips) for k in range(1, strips + 1)]
-    for old, period in zip(base.steps, periods, strict=True):
-        call, table = graph.calls[old.call], reach(old.call)
+    sizes = {v: graph.fakes[v].size(kinds.dims[v]) for v in base.sources}
+    ready = {v: [-(-size * k // strips) for k in range(1, strips + 1)] for v, size in sizes.items()}
+    ends: list[list[int]] = []
+    for step, period in zip(base.steps, periods, strict=True):
+        call, table = graph.calls[step.call], reach(step.call)
         given = {v: ready[v] for v in call.inputs if v in kinds.dims}
-        ends = [table.ready({v: rows[k] for v, rows in given.items()}) for k in range(strips)]
+        can = [table.ready({v: rows[k] for v, rows in given.items()}) for k in range(strips - 1)]
         if period > 1:
             after = [(k + 1) // period * period - 1 for k in range(strips - 1)]  # the last strip in which it ran
-            ends[:-1] = [ends[k] if k >= 0 else 0 for k in after]
-        if ends[-1] != table.size:
-            raise NotServed(f"tile: {call.where} is not served: it reads rows that its argument does not have")
-        step = Step(old.call, list(itertools.pairwise([0, *ends])), old.asks)
-        for v in given:
+            can = [can[k] if k >= 0 else 0 for k in after]
+        ends.append(can)
+        if not step.asks:
+            ready.update((v, can) for v in call.outputs if v in kinds.dims)
+    _finish(graph, kinds, base, strips, reach, ready, ends)
+    count = max((len(some) for some in ends), default=strips)
+    for v, size in sizes.items():
+        ready[v] += [size] * (count - strips)
+    sweep = Sweep(base.number, count, [], base.sources, base.results, base.stores, base.frees)
+    for old, rows in zip(base.steps, ends, strict=True):
+        call, table = graph.calls[old.call], reach(old.call)
+        step = Step(old.call, list(itertools.pairwise([0, *rows])), old.asks)
+        for v in (v for v in call.inputs if v in kinds.dims):
             step.reads[v] = [table.reads(v, rows) if rows[0] < rows[1] else (0, 0) for rows in step.rows]
-            keep = [table.reads_from(v, end) for end in ends]
+            keep = [table.reads_from(v, end) for end in rows]
             before = sweep.keep.get(v)
             sweep.keep[v] = keep if before is None else [min(a, b) for a, b in zip(keep, before, strict=True)]
         if not old.asks:
-            made = [v for v in call.outputs if v in kinds.dims]
-            ready.update(dict.fromkeys(made, ends))
-            sweep.ready.update(dict.fromkeys(made, ends))
+            sweep.ready.update((v, rows) for v in call.outputs if v in kinds.dims)
         sweep.steps.append(step)
     return sweep
+
+
+def _finish(
+    graph: Graph, kinds: Kinds, base: Sweep, strips: int, reach: Callable[[int], Reach], ready: dict[int, list[int]],
+    ends: list[list[int]],
+) -> None:
+    """Adds the last strips to `ends`, of each step the rows that are there after each strip, and to `ready`, which shares
+    its lists with it. All rows of the sources are there in the first of them, and so all that waited for rows below could
+    be computed at once. No step computes many more rows at a time than in the strips before.
+    """
+    tables = [reach(step.call) for step in base.steps]
+    most = [
+        max([-(-table.size // strips), *(b - a for a, b in itertools.pairwise([0, *some]))])
+        for table, some in zip(tables, ends, strict=True)
+    ]
+    sizes = [table.size for table in tables]
+    done = [some[-1] if some else 0 for some in ends]
+    while True:
+        before = list(done)
+        for place, (step, table) in enumerate(zip(base.steps, tables, strict=True)):
+            there = {v: ready[v][-1] for v in graph.calls[step.call].inputs if v in kinds.dims}
+            limit = -(-(done[place] + most[place] * 5 // 4) // table.cell) * table.cell
+            done[place] = min(table.ready(there), limit)
+            ends[place].append(done[place])
+        if done == sizes:
+            return
+        if done == before:
+            where = next(graph.calls[s.call].where for s, a, b in zip(base.steps, done, sizes, strict=True) if a != b)
+            raise NotServed(f"tile: {where} is not served: it reads rows that its argument does not have")

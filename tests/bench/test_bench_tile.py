@@ -17,7 +17,7 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "in_fresh_process", here)
     monkeypatch.setattr(tile, "STOCK_FITS", 8 * 2**20)
     data = results("tile", "--only", "unet", "features")
-    forms = ["stock", "tile", "tile, 192MiB", "stock", "tile", "tile, 64MiB"]
+    forms = ["stock", "tile", "tile, 768MiB", "stock", "tile", "tile, 128MiB"]
     assert [row["form"] for row in data["rows"]] == [*forms[:3] * 2, *forms[3:] * 2]
     stock = [row for row in data["rows"] if row["form"] == "stock" and row["case"] == "unet"]
     assert [row.get("predicted", False) for row in stock] == [False, True]
