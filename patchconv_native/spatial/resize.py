@@ -107,7 +107,7 @@ def _reads(
     mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype,
     device: Any,
 ) -> Range:  # fmt: skip
-    """The coordinates that a range of outputs reads: from the lowest one of its first output to the highest of its last."""
+    """The coordinates that a range of outputs reads: its first output reads the lowest one, its last the highest."""
     low, high = outputs
     if low >= high:
         return 0, 0

@@ -111,6 +111,6 @@ def test_random_networks(seed: int) -> None:
         peak = allocated_peak(lambda budget=budget, model=model, to=results: to.append(pc.tile(model, x, budget)))
         error, theirs = results[0] - exact, stock - exact
         assert error.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt() + 1e-7 * exact.abs().max()
-        assert error.abs().max() <= 3 * theirs.abs().max() + 1e-6 * exact.abs().max()  # one element: chance plays a part
+        assert error.abs().max() <= 3 * theirs.abs().max() + 1e-6 * exact.abs().max()  # of one element, by chance
         if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where oneDNN's workspace is known
             assert peak - results[0].nbytes <= (above if budget is None else budget)
