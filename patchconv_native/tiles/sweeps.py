@@ -170,7 +170,7 @@ def cut_into(
 def _finish(
     graph: Graph, kinds: Kinds, base: Sweep, strips: int, reach: Callable[[int], Reach], ready: dict[int, list[int]],
     ends: list[list[int]],
-) -> None:
+) -> None:  # fmt: skip
     """Adds the last strips to `ends`, of each step the rows that are there after each strip, and to `ready`, which
     shares its lists with it. All rows of the sources are there in the first of them, and so all that waited for rows
     below could be computed at once. No step computes many more rows at a time than in the strips before.
