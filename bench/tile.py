@@ -93,6 +93,7 @@ def errors(case: str, side: int) -> dict[str, float]:
 
     stock = error(model(x))
     found = {"tile": error(pc.tile(model, x, tile=max(1, side // 64)))}
+    found["stock in channels_last"] = error(model(x.contiguous(memory_format=torch.channels_last)))
     if case == "decoder":
         model.vae.enable_tiling()  # type: ignore[union-attr, operator]
         found["diffusers' tiling"] = error(model(x))
