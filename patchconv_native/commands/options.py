@@ -55,6 +55,14 @@ def sizes(text: str) -> tuple[int, ...]:
     return found * 2 if len(found) == 1 else found
 
 
+def tile(text: str) -> int | tuple[int, ...]:
+    """Rows of a strip, or coordinates along every dimension: 64, 64x512, 4x64x64."""
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}){0,2}", text):
+        raise argparse.ArgumentTypeError(f"expected rows such as 64, or 64x512 (rows x columns), got {text!r}")
+    found = tuple(int(part) for part in text.split("x"))
+    return found if len(found) > 1 else found[0]
+
+
 def budget(text: str) -> int:
     """A number of bytes."""
     try:

@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=options.budget, metavar="BYTES", help="memory above the parameters: 2GiB, 500MB"
     )
-    parser.add_argument("--tile", type=options.whole(1), metavar="N", help="rows of the result that a strip has")
+    parser.add_argument(
+        "--tile", type=options.tile, metavar="N", help="rows of the result that a strip has; 64x512: and columns"
+    )
+    parser.add_argument(
+        "--dim", type=options.whole(2, 4), default=2, metavar="D", help="the dimension along which strips go (default: 2)"
+    )
     parser.add_argument("--store", metavar="FOLDER", help="keep values between sweeps there; cpu: in the host's memory")
     parser.add_argument("--resume", action="store_true", help="go on from where a process was killed (see above)")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="a state_dict for the model, by torch.save")
@@ -90,7 +95,7 @@ def _model(source: models.Source, arguments: argparse.Namespace, device: torch.d
 
 
 def _tile(model: nn.Module, image: Any, arguments: argparse.Namespace) -> None:
-    given = Arguments((image,), arrays=True)
+    given = Arguments((image,), arrays=True, dim=arguments.dim)
     store = "device" if arguments.store is None else arguments.store if arguments.store == "cpu" else _folder(arguments)
     plan = plan_call("tile", model, model, given, arguments.budget, arguments.tile, store, out_later=True)
     journal = Journal(Path(f"{arguments.output}.journal"), _identity(model, image, plan, arguments))
@@ -148,7 +153,7 @@ def _identity(model: nn.Module, image: Any, plan: TilePlan, arguments: argparse.
         pc.__version__, torch.__version__, arguments.model, str(arguments.input.resolve()), state.st_size,
         state.st_mtime_ns, tuple(image.shape), str(image.dtype), str(arguments.output.resolve()), plan.store,
         [(call.name, call.module) for call in plan.graph.calls],
-        [(sweep.number, sweep.strips) for sweep in plan.sweeps],
+        [(sweep.number, sweep.strips, sorted(sweep.own.items())) for sweep in plan.sweeps], arguments.dim,
     )).encode())  # fmt: skip
     for name, value in model.state_dict().items():
         digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())

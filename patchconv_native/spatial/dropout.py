@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..lean import in_lean
+from .axis import Axes
 from .layout import layout
 from .operands import wrap
 from .parts import part_of
@@ -121,11 +122,11 @@ def dropout_by_seed(x: Tensor, seed: Tensor, p: float, inplace: bool = False, ch
 
 @rule(dropout_by_seed)
 def _dropout_by_seed(x: Any, seed: Tensor, p: float, inplace: bool = False, channels: bool = False) -> Tensor:
-    ((dim, axis),) = x.axes.items()
+    (dim, axis), *others = x.axes.items()
     y = _scaled(x._local, p, inplace)
     if not channels:
-        _drop_rows(y, dim, axis.range[0], seed, p)
-    elif dim < 2:
+        _drop_rows(y, dim, axis.range[0], seed, p, dict(others))
+    elif min(x.axes) < 2:
         raise refuse("dropout", "of whole channels: it takes (N, C, ...), cut along a spatial dimension")
     else:
         _drop_channels(y, seed, p)
@@ -147,10 +148,14 @@ def _drop_channels(y: Tensor, seed: Tensor, p: float) -> Tensor:
     return y.mul_(_kept((*y.shape[:2], *[1] * (y.dim() - 2)), seed, p))
 
 
-def _drop_rows(y: Tensor, dim: int, low: int, seed: Tensor, p: float) -> Tensor:
-    """Drops in place. Along `dim`, y begins at row `low` of the whole; each row has a seed of its own."""
-    rows = y.size(dim)
+def _drop_rows(y: Tensor, dim: int, low: int, seed: Tensor, p: float, others: Axes | None = None) -> Tensor:
+    """Drops in place. Along `dim`, y begins at row `low` of the whole; each row has a seed of its own. others: where y is
+    a part as well; the mask of the whole row is made.
+    """
+    rows, shape = y.size(dim), list(y.shape)
+    for d, axis in (others or {}).items():
+        shape[d] = axis.size
+    shape[dim] = 1
     for row in range(min(rows, 1) if isinstance(y, FakeTensor) else rows):  # without data all rows take the same memory
-        part = y.select(dim, row)
-        part.mul_(_kept(part.shape, seed + (low + row), p))
+        y.narrow(dim, row, 1).mul_(part_of(_kept(shape, seed + (low + row), p), others or {}))
     return y

@@ -29,7 +29,7 @@ class Arguments:
             raise ValueError(f"{owner}: expected x to have 3 dimensions or more, such as (N, C, H, W), got {most}")
         if isinstance(dim, bool) or not isinstance(dim, int) or not 2 <= dim < most:
             raise ValueError(f"{owner}: expected dim to be from 2 to {most - 1}, a spatial dimension of x, got {dim!r}")
-        self.dim = dim
+        self.dims = [dim, *(d for d in range(2, most) if d != dim)]
         self._leaves = leaves
         self._places = [i for i, size in enumerate(sizes) if size == most]
         self.images: list[Any] = [leaves[i] for i in self._places]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..spatial import Range
 from .record import Graph, Ref
 
 STEP = 4 * 1024 * 1024
@@ -59,17 +61,18 @@ class Source:
             return int(not self.x.is_meta and self.x.device != self.device)
         return 1 if self.device.type != "cpu" or _is_numpy(self.x) else 2
 
-    def read(self, dim: int, low: int, high: int) -> Tensor:
+    def read(self, where: Mapping[int, Range]) -> Tensor:
+        """where: ranges along some dimensions."""
+        place = tuple(slice(*where.get(d, (0, size))) for d, size in enumerate(self.shape))
         if isinstance(self.x, Tensor):
-            return self.x.narrow(dim, low, high - low).to(self.device)
-        shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
-        rows = torch.empty(shape, dtype=self.dtype)
-        rows.numpy()[...] = self.x[_rows(dim, low, high)]
+            return self.x[place].to(self.device)
+        rows = torch.empty([one.stop - one.start for one in place], dtype=self.dtype)
+        rows.numpy()[...] = self.x[place]
         _release_pages(self.x)
         return rows.to(self.device)
 
     def all(self) -> Tensor:
-        return self.x if isinstance(self.x, Tensor) else self.read(0, 0, self.shape[0])
+        return self.x if isinstance(self.x, Tensor) else self.read({})
 
 
 class Sink:
@@ -78,11 +81,13 @@ class Sink:
     def __init__(self, x: Any) -> None:
         self.x = x
 
-    def write(self, dim: int, low: int, high: int, rows: Tensor) -> None:
+    def write(self, where: Mapping[int, Range], rows: Tensor) -> None:
+        """where: ranges along some dimensions."""
+        place = tuple(slice(*where.get(d, (0, size))) for d, size in enumerate(self.x.shape))
         if isinstance(self.x, Tensor):
-            self.x.narrow(dim, low, high - low).copy_(rows)
-        elif low < high:
-            self.x[_rows(dim, low, high)] = rows.numpy(force=True)
+            self.x[place].copy_(rows)
+        elif rows.numel():
+            self.x[place] = rows.numpy(force=True)
             _release_pages(self.x)
 
     def flush(self) -> None:
@@ -97,15 +102,11 @@ class Sink:
             step = max(1, STEP // max(row, 1))
             for low in range(0, size, step):
                 high = min(low + step, size)
-                self.write(2, low, high, value.read(2, low, high))
+                self.write({2: (low, high)}, value.read({2: (low, high)}))
         elif isinstance(self.x, Tensor):
             self.x.copy_(value)
         else:
             self.x[...] = value.numpy(force=True)
-
-
-def _rows(dim: int, low: int, high: int) -> tuple[slice, ...]:
-    return (*[slice(None)] * dim, slice(low, high))
 
 
 def _is_numpy(x: Any) -> bool:

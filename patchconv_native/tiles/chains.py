@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kinds import Kinds, rows_lie_together
+from .kinds import Kinds, Region, axes_at, rows_lie_together
 from .reach import Reach
 from .record import Call, Graph
-from .strips import Asked, local_of, rows_of, run_part, run_whole, with_values
+from .strips import Asked, local_of, part_cuts, run_part, run_whole, with_values
 from .sweeps import Step, Sweep
 
 _WITH_INPLACE = {
@@ -36,15 +36,18 @@ not write into memory whose strides differ from its argument's.
 """
 
 
-def join_steps(graph: Graph, kinds: Kinds, sweep: Sweep, reach: Callable[[int], Reach]) -> None:
-    """Joins a step to the one before it that gives its only cut argument, row by row and to nobody else."""
+def join_steps(graph: Graph, sweep: Sweep, reaches: Sequence[Callable[[int], Reach]]) -> None:
+    """Joins a step to the one before it that gives its only cut argument, row by row and to nobody else. reaches: of
+    each call, along every axis.
+    """
     readers = Counter(v for step in sweep.steps for v in step.reads)
     by_result: dict[int, Step] = {}
     steps = []
     for step in sweep.steps:
         (v, *more) = step.reads
-        before = by_result.pop(v, None) if not more and readers[v] == 1 and reach(step.call).by_row else None
-        if before is not None and before.rows != step.rows:
+        by_row = not more and readers[v] == 1 and all(reach(step.call).by_row for reach in reaches)
+        before = by_result.pop(v, None) if by_row else None
+        if before is not None and (before.rows, before.across) != (step.rows, step.across):
             before = None  # it waits for more strips
         if before is not None:
             before.then.append(step.call)
@@ -90,16 +93,24 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def _cuts(graph: Graph, kinds: Kinds, call: Call, region: Region) -> dict[str, tuple[int, ...]]:
+    """So that this is the part of number 1 of the call's results."""
+    made = next((v for v in call.outputs if v in kinds.dims), None)
+    return {
+        one.axis: part_cuts(low, high, high if made is None else graph.fakes[made].size(one.dims[made]))
+        for one, (low, high) in zip(kinds.axes, region, strict=True)
+    }
+
+
 def run_chain(
-    graph: Graph, kinds: Kinds, step: Step, rows: tuple[int, int], cut: dict[int, Tensor], reads: dict[int, Any],
+    graph: Graph, kinds: Kinds, step: Step, region: Region, cut: dict[int, Tensor], reads: dict[int, Region],
     whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]], first: Callable[[int], bool],
     probing: Callable[[int], bool] = lambda place: False, room: Callable[[Tensor], Tensor | None] | None = None,
 ) -> list[Any]:  # fmt: skip
-    """The results of a step's last call, for some rows of them. cut: rows of the cut arguments of the first call;
-    reads: which. room: where a result like this one is to be written, for values of `sweep.rooms`. NeedsWhole as of
+    """The results of a step's last call, for a part of them. cut: of the cut arguments of the first call, the parts
+    `reads`. room: where a result like this one is to be written, for values of `sweep.rooms`. NeedsWhole as of
     `run_part`.
     """
-    low, high = rows
     results: list[Any] = []
     not_ours = set(map(_memory, cut.values()))  # a result can be a view of an argument
     for place in step.calls:
@@ -122,14 +133,12 @@ def run_chain(
         not_ours.update(map(_memory, given.values()))
         for v in call.inputs:
             if v in kinds.dims:
-                local, (a, b) = (local_of(results[0]), rows) if results else (cut[v], reads[v])
+                local, there = (local_of(results[0]), region) if results else (cut[v], reads[v])
                 if call.writes and v == call.inputs[0]:
                     local = local.clone()
-                given[v] = local, kinds.dims[v], rows_of(a, b, graph.fakes[v].size(kinds.dims[v]))
+                given[v] = local, axes_at(graph, kinds, v, there)
         results.clear()
-        made = [v for v in call.outputs if v in kinds.dims]
-        size = graph.fakes[made[0]].size(kinds.dims[made[0]]) if made else high
-        asked = Asked((0, low, high, size), 1, answers(place), probing(place), first(place))
+        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place), first(place))
         del local
         results = run_part(call, asked, given)
         given.clear()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from .kinds import Kinds
 from .reach import reach_of
 from .record import Graph
 from .stores import FileRows, Kept
-from .sweeps import Step, Sweep
+from .sweeps import Sweep
 
 EVERY = 5.0
 """Seconds between two entries."""
@@ -33,11 +33,12 @@ class State:
 
     sweep: int
     strip: int
+    """Of all its bands, one after the other."""
     shares: dict[int, list[Tensor]]
     answers: dict[int, list[Tensor]]
     whole: dict[int, Tensor]
-    stored: dict[int, int]
-    """Of each value in a file, its rows."""
+    stored: dict[int, list[int]]
+    """Of each value in files, its rows in each band."""
 
 
 @dataclass
@@ -82,19 +83,20 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def rows_in_files(stored: Mapping[int, Kept]) -> dict[int, int] | None:
-    """How many rows of each stored value are in files, flushed; None where one is not in a file."""
-    found = {}
-    for v, rows in stored.items():
-        if not isinstance(rows, FileRows):
-            return None
-        rows.flush()
-        found[v] = rows.end
+def rows_in_files(stored: Mapping[int, Sequence[Kept]]) -> dict[int, list[int]] | None:
+    """How many rows of each band of each stored value are in files, flushed; None where one is not in a file."""
+    found: dict[int, list[int]] = {}
+    for v, bands in stored.items():
+        for rows in bands:
+            if not isinstance(rows, FileRows):
+                return None
+            rows.flush()
+            found.setdefault(v, []).append(rows.end)
     return found
 
 
 def resumed(graph: Graph, kinds: Kinds, sweep: Sweep, done: int) -> tuple[Sweep, dict[int, int]]:
-    """The sweep without what its first `done` strips have left behind, and the first row that is computed of each
+    """The sweep without what the first `done` strips of a band have left behind, and the first row that is computed of each
     value: of what strips keep for the next one, the rows that are still read are computed again, in the strips that
     computed them, so that none is larger than planned.
     """
@@ -113,9 +115,5 @@ def resumed(graph: Graph, kinds: Kinds, sweep: Sweep, done: int) -> tuple[Sweep,
         for v in step.reads:
             reads[v] = [table.reads(v, one) if one[0] < one[1] else (0, 0) for one in rows]
             needed[v] = min(needed.get(v, 2**62), table.reads_from(v, first))
-        steps.append(Step(step.call, rows, step.asks, reads, step.then))
-    left = Sweep(
-        sweep.number, sweep.strips, steps[::-1], sweep.sources, sweep.results, sweep.stores, sweep.frees, sweep.ready,
-        sweep.keep, sweep.last_read,
-    )  # fmt: skip
-    return left, begins
+        steps.append(replace(step, rows=rows, reads=reads))
+    return replace(sweep, steps=steps[::-1], rooms=set()), begins

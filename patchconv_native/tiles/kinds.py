@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from ..spatial import NotServed, SpatialTensor
+from ..spatial import Axes, NotServed, Range, SpatialTensor
 from ..spatial.rules import RULES
 from .record import Call, Graph
-from .strips import Asked, rows_of, run_part
+from .strips import Asked, axis_of, part_cuts, run_part, with_values
 
 _MIX = (
     "baddbmm addmm addbmm cdist unfold fold grid_sample max_unpool1d max_unpool2d max_unpool3d "
@@ -34,8 +35,16 @@ ON_WHOLE = {
 """Functions that mix places and have no rule. They get their arguments whole, as a function does whose rule refuses."""
 
 
+Region = tuple[Range, ...]
+"""A part of a cut value: a range along each of `Kinds.axes`, rows first."""
+
+
 @dataclass
 class Kinds:
+    axis: str = "rows"
+    """Along which axis values are cut: the name of its `spatial.Axis`."""
+    others: list[Kinds] = field(default_factory=list)
+    """Of the other axes, where values are cut into bands too. They have their own `dims`, `scaled` and `fetches`."""
     dims: dict[int, int] = field(default_factory=dict)
     """The dimension along which a value is cut; a value that is not here is whole, such as a global mean."""
     level: dict[int, int] = field(default_factory=dict)
@@ -52,6 +61,12 @@ class Kinds:
     """Whether a call's rule says itself which rows it reads, or where its result is cut."""
     why: dict[int, str] = field(default_factory=dict)
     """Why a call gets its arguments whole."""
+    alike: list[int] = field(default_factory=list)
+    """Of each call a number, the same one for calls that differ in the values of parameters alone."""
+
+    @property
+    def axes(self) -> list[Kinds]:
+        return [self, *self.others]
 
     def done(self, call: int) -> int:
         """The sweep in which a call with a cut result can be computed."""
@@ -59,12 +74,16 @@ class Kinds:
 
 
 def kinds_of(graph: Graph, dims: Sequence[int]) -> Kinds:
-    """dims: along which dimension each input of the graph is cut. NotServed for a function without a rule."""
-    kinds = Kinds()
-    for index, dim in zip(graph.inputs, dims, strict=True):
-        kinds.dims[index], kinds.level[index] = dim, 0
+    """dims: along which dimensions the graph's inputs are cut: into strips, and, from the second on, into bands.
+    NotServed for a function without a rule.
+    """
+    kinds = Kinds(others=[Kinds(f"dimension {dim}") for dim in dims[1:]])
+    for one, dim in zip(kinds.axes, dims, strict=True):
+        one.dims = dict.fromkeys(graph.inputs, dim)
+    kinds.level = dict.fromkeys(graph.inputs, 0)
     for call in graph.calls:
         _add(graph, kinds, call)
+    kinds.alike = _alike(graph, kinds)
     return kinds
 
 
@@ -73,36 +92,63 @@ def _add(graph: Graph, kinds: Kinds, call: Call) -> None:
     start = max((kinds.level[v] for v in call.inputs), default=0)
     cut = [v for v in call.inputs if v in kinds.dims]
     kinds.start.append(start)
-    questions, gathers, scaled, fetches = 0, False, False, False
     results: list[Any] = []
+    questions, gathers = 0, False
+    alone = [(False, False)] * len(kinds.axes)
     if cut:
         try:
-            asked = Asked(probing=True)
-            with graph.mode, torch.no_grad():
-                results = run_part(call, asked, given_whole(graph, kinds, call))
-            questions, fetches = asked.questions, asked.placed or bool(asked.reads)
-            _check(graph, call, results)
-            if any(isinstance(one, SpatialTensor) for one in results):
-                sizes = {graph.fakes[v].size(kinds.dims[v]) for v in cut}
-                made = {one.size(next(iter(one.axes))) for one in results if isinstance(one, SpatialTensor)}
-                if len(made) > 1:
-                    raise NotServed(f"{call.where}: results of several sizes")
-                scaled = not asked.placed and sizes != made
+            questions, results, alone = _probed(graph, kinds, call)
         except NotServed as error:
             if call.function not in ON_WHOLE and call.function not in RULES:
                 raise
-            gathers, questions = True, 0
+            gathers = True
             kinds.why[number] = str(error).partition(". pc.tile_plan")[0]
     kinds.questions.append(questions)
     kinds.gathers.append(gathers)
-    kinds.scaled.append(scaled)
-    kinds.fetches.append(fetches)
+    for one, (scaled, fetches) in zip(kinds.axes, alone, strict=True):
+        one.scaled.append(scaled)
+        one.fetches.append(fetches)
     for index, result in zip(call.outputs, results or [None] * len(call.outputs), strict=True):
         if isinstance(result, SpatialTensor):
-            kinds.dims[index] = next(iter(result.axes))
+            for one in kinds.axes:
+                one.dims[index] = _dim_of(result, one)
             kinds.level[index] = start + questions
         else:
             kinds.level[index] = start + (1 if gathers else questions)
+
+
+def _probed(graph: Graph, kinds: Kinds, call: Call) -> tuple[int, list[Any], list[tuple[bool, bool]]]:
+    """How many numbers of the whole image the call's rule asks for, its results where all of the image is one part, and
+    of each axis `scaled` and `fetches`.
+    """
+    found = []
+    for one in kinds.axes:
+        asked, results = _as_one_part(graph, [one], call)
+        sizes = {graph.fakes[v].size(one.dims[v]) for v in call.inputs if v in one.dims}
+        made = {result.size(_dim_of(result, one)) for result in results if isinstance(result, SpatialTensor)}
+        if len(made) > 1:
+            raise NotServed(f"{call.where}: results of several sizes")
+        scaled = bool(made) and not asked.placed and sizes != made
+        found.append((asked.questions, (scaled, asked.placed or bool(asked.reads))))
+    if kinds.others:
+        asked, results = _as_one_part(graph, kinds.axes, call)
+        if any(isinstance(one, SpatialTensor) and len(one.axes) != len(kinds.axes) for one in results):
+            raise NotServed(f"{call.where}: its result has not all of the cut dimensions")
+        if any(questions != asked.questions for questions, _ in found):
+            raise NotServed(f"{call.where}: it needs numbers of the whole image along one dimension")
+    return asked.questions, results, [one for _, one in found]
+
+
+def _as_one_part(graph: Graph, axes: Sequence[Kinds], call: Call) -> tuple[Asked, list[Any]]:
+    asked = Asked(probing=True)
+    with graph.mode, torch.no_grad():
+        results = run_part(call, asked, given_whole(graph, axes, call))
+    _check(graph, call, results)
+    return asked, results
+
+
+def _dim_of(result: SpatialTensor, kinds: Kinds) -> int:
+    return next(d for d, axis in result.axes.items() if axis.name == kinds.axis)
 
 
 def _check(graph: Graph, call: Call, results: list[Any]) -> None:
@@ -120,16 +166,61 @@ def rows_lie_together(graph: Graph, kinds: Kinds, v: int) -> bool:
     return all(d == dim or fake.size(d) == 1 or fake.stride(d) < fake.stride(dim) for d in range(fake.dim()))
 
 
-def given_whole(graph: Graph, kinds: Kinds, call: Call) -> dict[int, Any]:
-    """Of each of a call's values its fake: of a cut one, all rows."""
+def given_whole(graph: Graph, axes: Sequence[Kinds], call: Call) -> dict[int, Any]:
+    """Of each of a call's values its fake: of a cut one, all of it as one part."""
     given: dict[int, Any] = {}
     for v in call.inputs:
         fake = graph.fakes[v]
-        if v in kinds.dims:
-            given[v] = fake, kinds.dims[v], rows_of(0, fake.size(kinds.dims[v]))
+        if v in axes[0].dims:
+            given[v] = fake, {one.dims[v]: axis_of(one.axis, (0, fake.size(one.dims[v])), 0) for one in axes}
         else:
             given[v] = fake
     return given
+
+
+def _alike(graph: Graph, kinds: Kinds) -> list[int]:
+    numbers: dict[Any, int] = {}
+    found = []
+    for place, call in enumerate(graph.calls):
+        order = {v: n for n, v in enumerate(call.inputs)}
+        args = with_values((call.args, call.kwargs), lambda v, order=order: f"value {order[v]}")
+        args = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), args)
+        values = [
+            (fake.shape, fake.stride(), fake.dtype, v in graph.inputs, *(one.dims.get(v) for one in kinds.axes))
+            for v, fake in ((v, graph.fakes[v]) for v in (*call.inputs, *call.outputs))
+        ]
+        axes = [(one.scaled[place], one.fetches[place]) for one in kinds.axes]
+        key = call.function, repr(args), repr(values), call.autocast, repr(axes), kinds.questions[place]
+        found.append(numbers.setdefault(key, len(numbers)))
+    return found
+
+
+def axes_at(graph: Graph, kinds: Kinds, v: int, region: Region) -> Axes:
+    """For `run_part`: where a part of a value is."""
+    found = {}
+    for one, (low, high) in zip(kinds.axes, region, strict=True):
+        dim = one.dims[v]
+        found[dim] = axis_of(one.axis, part_cuts(low, high, graph.fakes[v].size(dim)), 1)
+    return found
+
+
+def part_of(kinds: Kinds, v: int, x: Tensor, region: Region, within: Region | None = None) -> Tensor:
+    """A view of this part of a value. within: what part of it x is; the whole, if None."""
+    for one, (low, high), (begin, _) in zip(kinds.axes, region, within or [(0, 0)] * len(region), strict=True):
+        x = x.narrow(one.dims[v], low - begin, high - low)
+    return x
+
+
+def box_shape(graph: Graph, kinds: Kinds, v: int, region: Region) -> list[int]:
+    """The shape of a part of a value."""
+    shape = list(graph.fakes[v].shape)
+    for one, (low, high) in zip(kinds.axes, region, strict=True):
+        shape[one.dims[v]] = high - low
+    return shape
+
+
+def whole_region(graph: Graph, kinds: Kinds, v: int) -> Region:
+    return tuple((0, graph.fakes[v].size(one.dims[v])) for one in kinds.axes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..spatial import Axis, NotServed, Range
+from ..spatial import NotServed, Range
 from .kinds import Kinds
 from .record import Graph
-from .strips import Asked, run_part
+from .strips import Asked, axis_of, run_part
 
 CELLS = 4096
 """The most ranges of rows that a result is looked at in. A taller one is looked at in ranges of several rows."""
@@ -64,6 +64,7 @@ class Reach:
 
 
 def reach_of(graph: Graph, kinds: Kinds, place: int) -> Reach:
+    """kinds: of one axis."""
     call = graph.calls[place]
     cut = [v for v in call.inputs if v in kinds.dims]
     sizes = {v: graph.fakes[v].size(kinds.dims[v]) for v in cut}
@@ -102,7 +103,7 @@ def reach_of(graph: Graph, kinds: Kinds, place: int) -> Reach:
 def _probed(graph: Graph, kinds: Kinds, place: int, cuts: tuple[int, ...], factor: int) -> Asked:
     """What the rule asks for where its result is cut so. Only the first part's shapes are computed."""
     call = graph.calls[place]
-    asked = Asked(cuts, 0, probing=True)
+    asked = Asked({kinds.axis: cuts}, 0, probing=True)
     given: dict[int, Any] = {}
     for v in call.inputs:
         fake = graph.fakes[v]
@@ -116,7 +117,7 @@ def _probed(graph: Graph, kinds: Kinds, place: int, cuts: tuple[int, ...], facto
             own = (0, *[rows] * (len(cuts) - 1))
         with graph.mode:
             local = fake.narrow(kinds.dims[v], 0, own[1])
-        given[v] = local, kinds.dims[v], Axis("rows", own, 0, None)  # type: ignore[arg-type]
+        given[v] = local, {kinds.dims[v]: axis_of(kinds.axis, own, 0)}
     with graph.mode, torch.no_grad():
         run_part(call, asked, given)
     return asked

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..spatial.layout import in_layout_of
+from ..spatial import Range
+from ..spatial.layout import in_layout_of, layout
 from .arrays import Sink, Source
 from .chains import run_chain
 from .journal import Journal, State, resumed, rows_in_files
-from .kinds import Kinds, Time, calls_between, on_whole
+from .kinds import (
+    Kinds, Region, Time, axes_at, box_shape, calls_between, on_whole, part_of, whole_region,
+)  # fmt: skip
 from .record import Graph
 from .rows import Rows
 from .stores import Kept, Store
-from .strips import Asked, NeedsWhole, local_of, rows_of, run_part, run_whole
+from .strips import Asked, NeedsWhole, local_of, part_cuts, run_part, run_whole
 from .sweeps import Step, Sweep
 
 
@@ -33,54 +36,104 @@ class Run:
     """Cut values that are results, each as large as the whole, to be written into."""
     store: Store
     whole: dict[int, Tensor] = field(default_factory=dict)
-    stored: dict[int, Kept] = field(default_factory=dict)
+    stored: dict[int, list[Kept]] = field(default_factory=dict)
+    """Of each stored value, its rows in each band."""
+    own: dict[int, list[Region]] = field(default_factory=dict)
+    """Of each stored value, the bands."""
     answers: dict[int, list[Tensor]] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
+    """Calls that have moved running statistics."""
 
-    def read(self, v: int, low: int, high: int) -> Tensor:
-        dim = self.kinds.dims[v]
+    def where(self, v: int, region: Region) -> dict[int, Range]:
+        return {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
+
+    def read(self, v: int, region: Region) -> Tensor:
+        fake = self.graph.fakes[v]
         if v in self.inputs:
-            rows, fake = self.inputs[v].read(dim, low, high), self.graph.fakes[v]
+            rows = self.inputs[v].read(self.where(v, region))
             return rows if self.inputs[v].strides == fake.stride() else in_layout_of(fake, rows)
-        return self.stored[v].read(low, high)
+        low, high = region[0]
+        if len(self.own[v]) == 1:
+            return self.stored[v][0].read(low, high)
+        made = self.empty(v, region)
+        for own, rows in zip(self.own[v], self.stored[v], strict=True):
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region[1:], own, strict=True))
+            if all(a < b for a, b in common):
+                here = region[0], *common
+                there = part_of(self.kinds, v, rows.read(low, high), here, (region[0], *own))
+                part_of(self.kinds, v, made, here, region).copy_(there)
+        return made
 
-    def keep(self, v: int, end: int = 0) -> None:
-        """Of a value that is stored from here on, or from row `end` on."""
-        self.stored[v] = self.store.rows(v, self.kinds.dims[v], self.graph.fakes[v], end)
+    def empty(self, v: int, region: Region) -> Tensor:
+        fake = self.graph.fakes[v]
+        shape = box_shape(self.graph, self.kinds, v, region)
+        return torch.empty(shape, dtype=fake.dtype, device=fake.device, memory_format=layout(fake))
+
+    def keep(self, v: int, bands: list[Region], end: int = 0) -> None:
+        """Of a value that is stored from here on, or from row `end` on, the next one of these bands."""
+        self.own[v] = bands
+        there = self.stored.setdefault(v, [])
+        fake, dim = self.graph.fakes[v], self.kinds.dims[v]
+        with self.graph.mode:
+            like = part_of(self.kinds, v, fake, ((0, fake.size(dim)), *bands[len(there)]))
+        there.append(self.store.rows(f"{v}-{len(there)}", dim, like, end))
 
     def free(self, v: int) -> None:
-        if v in self.stored:
-            self.stored.pop(v).close()
+        for rows in self.stored.pop(v, []):
+            rows.close()
+
+    def first(self, place: int) -> bool:
+        """Whether a call has not been asked about before."""
+        first = place not in self.updated
+        self.updated.add(place)
+        return first
 
 
 def run_sweep(run: Run, sweep: Sweep, advance: Callable[[], None], journal: Journal | None = None) -> None:
-    begins: dict[int, int] = {}
     shares: dict[int, list[Tensor]] = {step.last: [] for step in sweep.steps if step.asks}
     state, done = None if journal is None else journal.state, 0
     if state is not None and state.sweep == sweep.number:
         shares, done = state.shares, state.strip
-        sweep, begins = resumed(run.graph, run.kinds, sweep, done)
-    else:
-        for v in sweep.stores:
-            run.keep(v)
-    buffers = {v: Rows(run.kinds.dims[v], begins.get(v, 0)) for v in sweep.ready if v in sweep.last_read}
-    for strip in range(sweep.strips):
-        for place, step in enumerate(sweep.steps):
-            if step.rows[strip][0] < step.rows[strip][1]:
-                _run_step(run, sweep, step, strip, buffers, shares)
-            for v in step.reads:
-                if sweep.last_read[v] == place:
-                    rows: Kept | None = buffers.get(v) or (run.stored[v] if v in sweep.frees else None)
-                    if rows is not None:
-                        rows.drop(sweep.keep[v][strip])
-        if strip >= done:
-            advance()
-            if journal is not None and (strip + 1 == sweep.strips or journal.due()):
-                _enter(journal, run, sweep.number, strip + 1, shares)
+    for band in range(done // sweep.strips, sweep.bands):
+        begin = max(done - band * sweep.strips, 0)  # strips of this band that an earlier process has computed
+
+        def end(strip: int, number: int = band * sweep.strips, begin: int = begin) -> None:
+            if strip >= begin:
+                advance()
+                if journal is not None and (strip + 1 == sweep.strips or journal.due()):
+                    _enter(journal, run, sweep.number, number + strip + 1, shares)
+
+        _run_band(run, sweep, band, begin, shares, end)
     for v in sweep.frees:
         run.free(v)
     for call, found in shares.items():
         run.answers.setdefault(call, []).append(torch.cat(found))
+
+
+def _run_band(
+    run: Run, sweep: Sweep, band: int, done: int, shares: dict[int, list[Tensor]], end: Callable[[int], None]
+) -> None:
+    """end: called after each strip."""
+    begins: dict[int, int] = {}
+    if done:
+        sweep, begins = resumed(run.graph, run.kinds, sweep, done)
+    for v in sweep.stores:
+        if len(run.stored.get(v, ())) == band:
+            run.keep(v, sweep.own[v])
+    buffers = {v: Rows(run.kinds.dims[v], begins.get(v, 0)) for v in sweep.ready if v in sweep.last_read}
+    for strip in range(sweep.strips):
+        for place, step in enumerate(sweep.steps):
+            if all(low < high for low, high in step.region(strip, band)):
+                _run_step(run, sweep, step, strip, band, buffers, shares)
+            for v in step.reads:
+                if sweep.last_read[v] == place:
+                    rows: Kept | None = buffers.get(v)
+                    if v in sweep.frees and sweep.bands == 1:
+                        rows = run.stored[v][0]
+                    if rows is not None:
+                        rows.drop(sweep.keep[v][strip])
+        end(strip)
 
 
 def _enter(journal: Journal, run: Run, number: int, strips: int, shares: dict[int, list[Tensor]]) -> None:
@@ -95,32 +148,40 @@ def _enter(journal: Journal, run: Run, number: int, strips: int, shares: dict[in
     run.store.purge()
 
 
-def take_up(run: Run, state: State) -> None:
+def take_up(run: Run, sweeps: Iterable[Sweep], state: State) -> None:
     """Makes the run as it was when this was written down."""
     device = run.graph.fakes[run.graph.inputs[0]].device
     state.shares = {call: [share.to(device) for share in found] for call, found in state.shares.items()}
     run.answers = {call: [answer.to(device) for answer in found] for call, found in state.answers.items()}
     run.whole = {v: value.to(device) for v, value in state.whole.items()}
-    for v, end in state.stored.items():
-        run.keep(v, end)
+    bands = {v: sweep.own[v] for sweep in sweeps for v in sweep.stores}
+    for v, ends in state.stored.items():
+        for end in ends:
+            run.keep(v, bands[v], end)
 
 
 def _run_step(
-    run: Run, sweep: Sweep, step: Step, strip: int, buffers: dict[int, Rows], shares: dict[int, list[Tensor]]
-) -> None:
-    kinds = run.kinds
-    low, high = step.rows[strip]
+    run: Run, sweep: Sweep, step: Step, strip: int, band: int, buffers: dict[int, Rows],
+    shares: dict[int, list[Tensor]],
+) -> None:  # fmt: skip
+    kinds, region = run.kinds, step.region(strip, band)
     cut, reads = {}, {}
-    for v, ranges in step.reads.items():
-        a, b = reads[v] = ranges[strip]
-        cut[v] = _no_rows(run, v) if a == b else buffers[v].read(a, b) if v in buffers else run.read(v, a, b)
+    for v in step.reads:
+        reads[v] = there = step.read(v, strip, band)
+        if any(low == high for low, high in there):
+            cut[v] = run.empty(v, there)  # for what reads nothing but padding
+        elif v not in buffers:
+            cut[v] = run.read(v, there)
+        else:
+            rows = buffers[v].read(*there[0])
+            cut[v] = part_of(kinds, v, rows, there, (there[0], *sweep.made[v][band])) if kinds.others else rows
     made = run.graph.calls[step.last].outputs
     room = buffers[made[0]].room if made[0] in sweep.rooms else None
     try:
         results = run_chain(
-            run.graph, kinds, step, (low, high), cut, reads, run.whole.__getitem__,
-            lambda place: run.answers.get(place, ()), lambda place: strip == 0 and sweep.number == kinds.done(place),
-            room=room,
+            run.graph, kinds, step, region, cut, reads, run.whole.__getitem__,
+            lambda place: run.answers.get(place, ()),
+            lambda place: sweep.number == kinds.done(place) and run.first(place), room=room,
         )  # fmt: skip
     except NeedsWhole as needs:
         if not step.asks:
@@ -134,17 +195,19 @@ def _run_step(
         rows = local_of(result)
         if v in buffers:
             buffers[v].add(rows)
-        if v in sweep.stores and run.stored[v].end < high:
-            there = run.stored[v].end - low  # more than none where a call goes on that was broken off
-            run.stored[v].add(rows.narrow(kinds.dims[v], there, high - low - there) if there else rows)
+        low, high = region[0]
+        if v not in sweep.own:
+            continue
+        box = sweep.own[v][band]
+        if any(a == b for a, b in box):
+            continue
+        if v in sweep.stores and run.stored[v][band].end < high:
+            begin = run.stored[v][band].end  # more than `low` where a call goes on that was broken off
+            own = (begin, high), *box
+            run.stored[v][band].add(part_of(kinds, v, rows, own, region) if own != region else rows)
         if v in sweep.results:
-            run.results[v].write(kinds.dims[v], low, high, rows)
-
-
-def _no_rows(run: Run, v: int) -> Tensor:
-    """For what reads nothing but padding."""
-    fake, dim = run.graph.fakes[v], run.kinds.dims[v]
-    return torch.empty((*fake.shape[:dim], 0, *fake.shape[dim + 1 :]), dtype=fake.dtype, device=fake.device)
+            own = region[0], *box
+            run.results[v].write(run.where(v, own), part_of(kinds, v, rows, own, region))
 
 
 def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
@@ -161,7 +224,8 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
             del whole
         else:
             given = {v: _dummy(run, v) if v in kinds.dims else run.whole[v] for v in call.inputs}
-            found = run_part(call, Asked((0, 0, 1, 1), 1, run.answers.get(place, ())), given)
+            cuts = dict.fromkeys((one.axis for one in kinds.axes), part_cuts(0, 1, 1))
+            found = run_part(call, Asked(cuts, 1, run.answers.get(place, ())), given)
         for v, value in zip(call.outputs, found, strict=True):
             if v not in kinds.dims and v in last:
                 run.whole[v] = local_of(value)
@@ -176,13 +240,11 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
 def _whole(run: Run, v: int, copy: bool) -> Tensor:
     if v not in run.kinds.dims:
         return run.whole[v].clone() if copy else run.whole[v]
-    found = run.read(v, 0, run.graph.fakes[v].size(run.kinds.dims[v]))
+    found = run.read(v, whole_region(run.graph, run.kinds, v))
     return found.clone() if copy else found
 
 
 def _dummy(run: Run, v: int) -> Any:
-    """One row in place of a value's, for a call whose result follows from numbers of the whole image alone."""
-    fake, dim = run.graph.fakes[v], run.kinds.dims[v]
-    shape = [*fake.shape[:dim], 1, *fake.shape[dim + 1 :]]
-    local = torch.zeros(shape, dtype=fake.dtype, device=fake.device)
-    return local, dim, rows_of(0, 1, fake.size(dim))
+    """One place in a value, for a call whose result follows from numbers of the whole image alone."""
+    region = ((0, 1),) * len(run.kinds.axes)
+    return run.empty(v, region).zero_(), axes_at(run.graph, run.kinds, v, region)

@@ -167,8 +167,8 @@ class Store:
         while self._unneeded:
             self._unneeded.pop().unlink(missing_ok=True)
 
-    def rows(self, v: int, dim: int, like: Tensor, end: int = 0) -> Kept:
-        """For the value of this number. like: its shape, dtype, device and strides. end: the rows that are there."""
+    def rows(self, name: str, dim: int, like: Tensor, end: int = 0) -> Kept:
+        """For a value. like: its shape, dtype, device and strides. end: the rows that are there."""
         if self._where == "device":
             return Rows(dim)
         if self._where == "cpu":
@@ -177,7 +177,7 @@ class Store:
             self._folder = Path(tempfile.mkdtemp(prefix="patchconv-tile-", dir=self._where))
         self._folder.mkdir(exist_ok=True)
         remove = self._unneeded.append if self._stays else Path.unlink
-        self._files.append(FileRows(self._folder / f"{v}.rows", dim, like, end, remove))
+        self._files.append(FileRows(self._folder / f"{name}.rows", dim, like, end, remove))
         return self._files[-1]
 
 

@@ -1,15 +1,15 @@
 """One call of a function for one strip of its result, by the function's rule in `spatial`.
 
-A strip is a range of rows: of the coordinates along the one dimension that is cut. The rule asks for the rows that it
-reads, which are at hand, and for numbers of the whole image, which are known or are not. Where they are not, the strip
-gives its share of them and no result.
+A strip is a range of rows, and, where the image is cut into bands too, a range along every other spatial dimension. The
+rule asks for what it reads, which is at hand, and for numbers of the whole image, which are known or are not. Where they
+are not, the strip gives its share of them and no result.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..spatial import AtHand, Axis, NotServed, Range, SpatialTensor, Wanted
+from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
 from ..spatial.layout import empty, layout
 from ..spatial.rules import RULES
 from .record import Autocast, Call, Ref, autocast_of
@@ -37,11 +37,12 @@ class NeedsWhole(Exception):
 class Asked:
     """What a rule asks during one call.
 
-    cuts, index: where the result is cut, and which part of it is computed. None: into one part.
+    cuts, index: along each axis, by its name, where the result is cut, and which part of it is computed. Along others
+    it is one part.
     answers: for each number of the whole image that is known, the shares of all strips.
     """
 
-    cuts: tuple[int, ...] | None = None
+    cuts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     index: int = 0
     answers: Sequence[Tensor] = ()
     probing: bool = False
@@ -51,13 +52,17 @@ class Asked:
     placed: bool = False
     reads: dict[int, list[Range]] = field(default_factory=dict)
     """For each input, by its number, the rows that each part reads."""
+    answered: Tensor | None = None
+    """The last answer. It is of the whole image: along a second axis nothing is left to ask."""
 
 
 @dataclass
 class _Along:
-    """`spatial.Executor` of one input. Those of all inputs of a call are equal: they cut the same image."""
+    """`spatial.Executor` of one input along one axis. Those of all inputs of a call are equal: they cut the same image.
+    """
 
     asked: Asked
+    axis: str
     input: int = field(compare=False)
     advice: str = field(default="", compare=False)
 
@@ -67,7 +72,7 @@ class _Along:
 
     def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:
         self.asked.placed = True
-        cuts = (0, size) if self.asked.cuts is None else self.asked.cuts
+        cuts = self.asked.cuts.get(self.axis, (0, size))
         if cuts[-1] != size:
             raise NotServed(f"{operator}: not served by strips: a result of {size} where {cuts[-1]} were recorded")
         return Axis(axis.name, cuts, self.asked.index, self)
@@ -102,16 +107,21 @@ class _Along:
         return self.asked.answers[self.asked.questions - 1]
 
     def stack(self, values: Tensor) -> Tensor:
+        if values is self.asked.answered:
+            return values
         found = self.known()
-        if found is not None:
-            return found
-        if not self.asked.probing:
-            raise NeedsWhole(values)
-        self.asked.questions += 1
-        return values
+        if found is None:
+            if not self.asked.probing:
+                raise NeedsWhole(values)
+            self.asked.questions += 1
+            found = values
+        self.asked.answered = found
+        return found
 
     def sum(self, values: Tensor) -> Tensor:
-        return self.stack(values[None]).sum(0)
+        if values is not self.asked.answered:
+            values = self.asked.answered = self.stack(values[None]).sum(0)
+        return values
 
 
 def _order(x: Tensor) -> torch.memory_format:
@@ -162,17 +172,19 @@ def _tensors(call: Call, result: Any) -> list[Any]:
     return leaves
 
 
-def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, int, Axis] | Tensor]) -> list[Any]:
-    """The function's rule, for one part. given: of each input the rows at hand, the cut dimension and where they are in
-    the whole (its executor is set here), or a whole tensor. NeedsWhole where a number is missing.
+def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, Axes] | Tensor]) -> list[Any]:
+    """The function's rule, for one part. given: of each input what is at hand and, for each cut dimension, where that is
+    in the whole (the executor is set here), or a whole tensor. NeedsWhole where a number is missing.
     """
 
     def value(index: int) -> Any:
         found = given[index]
         if isinstance(found, Tensor):
             return found
-        local, dim, axis = found
-        return SpatialTensor(local, {dim: Axis(axis.name, axis.cuts, axis.index, _Along(asked, index, ADVICE))})
+        local, axes = found
+        return SpatialTensor(
+            local, {d: replace(axis, executor=_Along(asked, axis.name, index, ADVICE)) for d, axis in axes.items()}
+        )
 
     serve = RULES.get(call.function)
     if serve is None:
@@ -186,7 +198,11 @@ def local_of(value: Any) -> Tensor:
     return value._local if isinstance(value, SpatialTensor) else value
 
 
-def rows_of(low: int, high: int, size: int | None = None) -> Axis:
-    """These rows of the whole, as the part of number 1; without a size they are all rows, and the only part."""
-    cuts, index = ((low, high), 0) if size is None else ((0, low, high, size), 1)
-    return Axis("rows", cuts, index, None)  # type: ignore[arg-type]
+def axis_of(name: str, cuts: tuple[int, ...], index: int) -> Axis:
+    """Where one of `given` of `run_part` is, along one dimension."""
+    return Axis(name, cuts, index, None)  # type: ignore[arg-type]
+
+
+def part_cuts(low: int, high: int, size: int) -> tuple[int, ...]:
+    """So that these coordinates are the part of number 1."""
+    return 0, low, high, size

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..spatial import NotServed, Range
-from .kinds import Kinds
+from .kinds import Kinds, Region
 from .reach import Reach
 from .record import Graph
 
@@ -35,6 +35,10 @@ class Step:
     asks: bool
     """Whether it gives its share of a number of the whole image, and no result."""
     reads: Reads = field(default_factory=dict)
+    across: list[Region] = field(default_factory=lambda: [()])
+    """Of the result, what each band computes along `Kinds.others`."""
+    reads_across: dict[int, list[Region]] = field(default_factory=dict)
+    """Of each value, what each band reads there."""
     then: list[int] = field(default_factory=list)
 
     @property
@@ -45,12 +49,26 @@ class Step:
     def last(self) -> int:
         return self.then[-1] if self.then else self.call
 
+    def region(self, strip: int, band: int) -> Region:
+        """Of the result, what is computed."""
+        return self.rows[strip], *self.across[band]
+
+    def read(self, v: int, strip: int, band: int) -> Region:
+        """What is read of a value."""
+        return self.reads[v][strip], *self.reads_across[v][band]
+
 
 @dataclass
 class Sweep:
     number: int
     strips: int
+    """Of each band."""
     steps: list[Step] = field(default_factory=list)
+    bands: int = 1
+    made: dict[int, list[Region]] = field(default_factory=dict)
+    """Of each value that the sweep computes, what each band has of it along `Kinds.others`."""
+    own: dict[int, list[Region]] = field(default_factory=dict)
+    """Of each value that is a result or stored, the part along `Kinds.others` that each band gives."""
     sources: set[int] = field(default_factory=set)
     """Values that are there whole before the sweep: the graph's inputs, and what earlier sweeps have stored."""
     results: set[int] = field(default_factory=set)
@@ -152,7 +170,9 @@ def cut_into(
     count = max((len(some) for some in ends), default=strips)
     for v, size in sizes.items():
         ready[v] += [size] * (count - strips)
-    sweep = Sweep(base.number, count, [], base.sources, base.results, base.stores, base.frees)
+    sweep = Sweep(
+        base.number, count, sources=base.sources, results=base.results, stores=base.stores, frees=base.frees
+    )
     for old, rows in zip(base.steps, ends, strict=True):
         call, table = graph.calls[old.call], reach(old.call)
         step = Step(old.call, list(itertools.pairwise([0, *rows])), old.asks)

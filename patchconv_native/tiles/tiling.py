@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +20,18 @@ from .arrays import Sink, Source, check_out, is_array
 from .costs import Outside
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
-from .plan import TilePlan, plan_of
-from .record import Graph, Ref, record, refs
+from .plan import TilePlan, Wishes, bands_of, strips_of
+from .record import Graph, Ref, record
 from .run import Run, run_between, run_sweep, take_up
 from .stores import Store, Where, check_store
+from .sweeps import Sweep
 
 Progress = Callable[[int, int], None]
 
 
 def tile(
-    module: Callable[..., Any], x: Any, budget: int | str | None = None, tile: int | None = None,
-    store: Where = "device", out: Any = None, progress: bool | Progress = False, dim: int = 2,
+    module: Callable[..., Any], x: Any, budget: int | str | None = None,
+    tile: int | tuple[int, ...] | None = None, store: Where = "device", out: Any = None, progress: bool | Progress = False, dim: int = 2,
 ) -> Any:  # fmt: skip
     """module(x), computed strip by strip: the same result to rounding, in `budget` bytes above x, the parameters and
     the result.
@@ -70,7 +71,7 @@ def tile(
 
 
 def tile_plan(
-    module: Callable[..., Any], x: Any, budget: int | str | None = None, tile: int | None = None,
+    module: Callable[..., Any], x: Any, budget: int | str | None = None, tile: int | tuple[int, ...] | None = None,
     store: Where = "device", out: Any = None, dim: int = 2,
 ) -> TilePlan:  # fmt: skip
     """What `tile` would do with these arguments; nothing is computed. print() it.
@@ -91,14 +92,13 @@ def check_gradients(owner: str, module: Any, arguments: Arguments) -> None:
 
 def plan_call(
     owner: str, module: Any, forward: Callable[..., Any], arguments: Arguments, budget: int | str | None,
-    tile: int | None = None, store: Where = "device", out: Any = None, keep_changes: bool = False,
+    tile: int | tuple[int, ...] | None = None, store: Where = "device", out: Any = None, keep_changes: bool = False,
     out_later: bool = False,
 ) -> TilePlan:  # fmt: skip
     """Records forward(*arguments), of a module or of a function, and plans it. out_later: `out` follows at the call."""
     room = None if budget is None else parse_bytes(budget, f"{owner}: budget")
-    if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
-        raise ValueError(f"{owner}: expected tile to be a positive number of rows, got {tile!r}")
-    images, dim = arguments.images, arguments.dim
+    images, dims = arguments.images, arguments.dims
+    tiles = _tile_sizes(owner, tile, dims)
     if any(math.prod(image.shape) == 0 for image in images):
         raise ValueError(f"{owner}: expected images with elements, got {[tuple(image.shape) for image in images]}")
     device = _device_of(module, images[0])
@@ -111,27 +111,45 @@ def plan_call(
     fold_norms(graph)
     if out is not None:
         check_out(owner, out, graph, images)
-    strips = None
-    if tile is not None:
-        rows = [graph.fakes[v].size(dim) for v in refs(graph.result) if graph.fakes[v].dim() > dim]
-        strips = -(-max(rows or [sources[0].shape[dim]]) // tile)
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
 
-    def planned(graph: Graph) -> TilePlan:
+    def planned(find: Any, graph: Graph) -> TilePlan:
         copies = {
             v: source.copies + (graph.fakes[v].stride() != source.strides)
             for v, source in zip(graph.inputs, sources, strict=True)
         }
         outside = Outside(store, copies, result=out is None and not out_later and any(map(is_array, images)))
-        return plan_of(graph, [dim] * len(images), room, strips, outside, device.type, name)
+        return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
 
-    fast = in_channels_last(graph)
-    if fast is not None:
-        with contextlib.suppress(BudgetError):  # it takes copies of weights
-            plan = planned(fast)
-            if all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are computed
-                return plan
-    return planned(graph)
+    graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
+    ways = list(itertools.product([strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of], graphs))
+    refused: list[BudgetError] = []
+    while ways:
+        find, one = ways.pop(0)
+        try:
+            plan = planned(find, one)
+        except BudgetError as error:
+            refused.append(error)
+            if error.least > 2 * (room or 0):  # that is not a matter of the layout
+                ways.sort(key=lambda way: way[0] is strips_of)
+            continue
+        if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
+            return plan
+    raise min(refused, key=lambda error: error.least)
+
+
+def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
+    """Along each of the dimensions `dims`, of which the first is that of strips."""
+    if tile is None:
+        return ()
+    sizes = tile if isinstance(tile, tuple) else (tile,)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes) or not sizes:
+        raise ValueError(f"{owner}: expected tile to be a positive number of rows, got {tile!r}")
+    if isinstance(tile, int):
+        return sizes
+    if len(sizes) != len(dims):
+        raise ValueError(f"{owner}: expected tile to have a number for each of {len(dims)} spatial dimensions, got {tile!r}")
+    return tuple(sizes[d - 2] for d in dims)
 
 
 def _device_of(module: Any, image: Any) -> torch.device:
@@ -163,7 +181,7 @@ def run_plan(
         results[v] = Sink(made)
     device = graph.fakes[graph.inputs[0]].device
     inputs = {v: Source("tile", image, device) for v, image in zip(graph.inputs, arguments.images, strict=True)}
-    total, done = sum(sweep.strips for sweep in plan.sweeps), 0
+    total, done = sum(map(_strips, plan.sweeps)), 0
 
     def advance() -> None:
         nonlocal done
@@ -177,8 +195,8 @@ def run_plan(
         if state is None:
             store.clear()  # of a call that was broken off, and is begun again
         else:
-            take_up(run, state)
-            done = state.strip + sum(sweep.strips for sweep in plan.sweeps if sweep.number < state.sweep)
+            take_up(run, plan.sweeps, state)
+            done = state.strip + sum(map(_strips, (one for one in plan.sweeps if one.number < state.sweep)))
         for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
             if state is None or number > state.sweep:
                 run_between(run, number, plan.last)
@@ -199,6 +217,10 @@ def run_plan(
     )
     arguments.change(changed)
     return result
+
+
+def _strips(sweep: Sweep) -> int:
+    return sweep.strips * sweep.bands
 
 
 def _report(progress: bool | Progress, done: int, total: int) -> None:

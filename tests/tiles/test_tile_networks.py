@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
-from patchconv_native.tiles import plan
+from patchconv_native.tiles import choices
 
 ALL = os.environ.get("PATCHCONV_ALL_MODELS", "0") == "1"
 
@@ -137,8 +137,8 @@ def test_decoders_of_videos(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vae, z = getattr(diffusers, name)(**numbers).eval().double(), structured(shape)
     want = vae.decode(z).sample
     assert want.std() > 1e-3
-    monkeypatch.setattr(plan, "STRIP", want.nbytes // 10)  # so that there are strips
-    monkeypatch.setattr(plan, "THINNEST", 1)
+    monkeypatch.setattr(choices, "STRIP", want.nbytes // 10)  # so that there are strips
+    monkeypatch.setattr(choices, "THINNEST", 1)
     for dim in (2, 3) if ALL else (3,):
         assert error(pc.tile(lambda z: vae.decode(z).sample, z, tile=5, dim=dim), want) < 1e-9
         pc.tile_modules(vae, {"decoder": "1GiB", "encoder": "1GiB"}, dim=dim)

@@ -1,0 +1,266 @@
+"""Chooses how the sweeps of a recorded module are cut, and predicts what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from .._bytes import MIB
+from .bands import cut_across
+from .chains import find_rooms, join_steps
+from .costs import Cost, Known, Outside, Stored, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
+from .kinds import Kinds, Region, Time, calls_between, kinds_of, last_uses, on_whole, whole_region
+from .reach import reach_of
+from .record import Graph
+from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed
+
+STRIP = 16 * MIB
+"""Of the largest value of a sweep, what one strip should hold, so that strips stay in a CPU's caches."""
+MOST_CUT = 2**18
+"""Steps times strips that a planner remembers while it looks for a choice, so that it takes little memory itself."""
+MOST_STRIPS = 4096
+"""Strips of a sweep, at most: a taller image is rather cut into bands than into thinner strips."""
+THINNEST = 8
+"""Rows of the tallest value that a strip has at least, as long as the budget allows it: thinner ones cost time."""
+
+
+def largest_value(graph: Graph, kinds: Kinds, sweep: Sweep) -> tuple[int, int]:
+    """The value of the most bytes that a sweep reads or computes, and the rows of the tallest one."""
+    values = set(sweep.sources) | sweep.results | sweep.stores
+    for step in sweep.steps:
+        values.update(v for place in step.calls for v in graph.calls[place].outputs if v in kinds.dims)
+        values.update(step.reads)
+    return max(values, key=lambda v: bytes_of(graph, v)), max(graph.fakes[v].size(kinds.dims[v]) for v in values)
+
+
+_Cut = tuple[int, int, bool]
+"""The number of a sweep, its strips, and whether small steps wait for several of them."""
+_Found = tuple[int, Stored, list[int]]
+"""Of a sweep: its peak, what is stored after it, and the bytes of its shares of numbers of the whole image."""
+
+
+@dataclass
+class Choice:
+    """How sweeps are cut, and what follows from it."""
+
+    cuts: list[_Cut]
+    peaks: list[int]
+    """Of each number of a sweep, what is computed before it included."""
+    stored_most: int
+    last: dict[int, Time]
+
+
+def _key(base: Sweep) -> tuple[Any, ...]:
+    """What tells a sweep that is not yet cut from others."""
+    calls = tuple((step.call, step.asks) for step in base.steps)
+    return base.number, calls, frozenset(base.sources), frozenset(base.stores)
+class Planner:
+    """Finds the sweeps of one graph under several choices. What a step costs is measured once.
+
+    kinds: its first axis is cut into strips, the others into bands of these widths, as of `cut_across`.
+    known: what is measured, for other planners of the same kinds too. rough: in bands, by `rough_cost`.
+    """
+
+    def __init__(
+        self, graph: Graph, kinds: Kinds, outside: Outside, widths: Sequence[Fraction], known: Known, rough: bool
+    ) -> None:
+        self.graph, self.kinds, self.outside, self.widths, self.rough = graph, kinds, outside, widths, rough
+        self.results = set(graph.results)
+        self.count = sweep_count(graph, self.kinds)
+        self.gathered = {
+            v: when for v, when in self._last_uses([]).items() if v in self.kinds.dims and v not in graph.inputs
+        }
+        self._known = known
+        self._cut: dict[tuple[Any, ...], Sweep] = {}
+        self._found: dict[tuple[Any, ...], _Found] = {}
+        self._made = {v: place for place, call in enumerate(graph.calls) for v in call.outputs}
+        self._flops: dict[int, float] = {}
+        self._whole_costs: dict[int, int] = {}
+        self._reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in kinds.axes]
+
+    def _last_uses(self, bases: list[Sweep]) -> dict[int, Time]:
+        whole = {v for v in self.results if v not in self.kinds.dims}
+        steps = ((base.number, place) for base in bases for step in base.steps for place in step.calls)
+        return last_uses(self.graph, self.kinds, whole, steps)
+
+    def everything_stored(self) -> set[int]:
+        """What must be stored so that nothing is computed twice."""
+        stored = set(self.gathered)
+        while True:
+            again: set[int] = set()
+            for number in range(self.count):
+                steps = self._needed(stored, number).steps
+                made = {v for step in steps if not step.asks for v in self.graph.calls[step.call].outputs}
+                read = {v for step in steps for v in self.graph.calls[step.call].inputs}
+                again.update(v for v in made & read if v in self.kinds.dims and self.kinds.level[v] < number)
+            again -= stored  # of a call with several results, one may be stored, and another not
+            if not again:
+                return stored
+            stored |= {max(again)}
+
+    def _needed(self, stored: set[int], number: int) -> Sweep:
+        return values_needed(self.graph, self.kinds, stored, number, self.results)
+
+    def bases(self, stored: set[int]) -> list[Sweep]:
+        """The sweeps, not yet cut, with what each is the last to read."""
+        sweeps = [self._needed(stored, number) for number in range(self.count)]
+        last = {v: sweep.number for sweep in sweeps for v in sweep.sources}
+        for sweep in sweeps:
+            sweep.frees = {
+                v for v in stored & sweep.sources
+                if last[v] == sweep.number and (v not in self.gathered or self.gathered[v][0] <= sweep.number)
+            }  # fmt: skip
+        return [sweep for sweep in sweeps if sweep.steps]
+
+    def cut(self, base: Sweep, strips: int, patient: bool) -> tuple[Sweep, list[Cost]]:
+        key = *_key(base), strips, patient
+        sweep = self._cut.pop(key, None)
+        if sweep is None:
+            sweep = cut_into(self.graph, self.kinds, base, strips, self._reaches[0], patient)
+            cut_across(self.graph, self.kinds, sweep, self.widths, self._reaches[1:])
+            join_steps(self.graph, sweep, self._reaches)
+            sweep.find_last_reads()
+            find_rooms(self.graph, self.kinds, sweep)
+        self._cut[key] = sweep  # the newest one is the last
+        while len(self._cut) > 1 and sum(one.strips * len(one.steps) for one in self._cut.values()) > MOST_CUT:
+            del self._cut[next(iter(self._cut))]
+        sweep = dataclasses.replace(sweep, frees=base.frees)
+        return sweep, [self._cost(step, sweep) for step in sweep.steps]
+
+    def _cost(self, step: Step, sweep: Sweep) -> Cost:
+        if self.rough:
+            return rough_cost(self.graph, self.kinds, step, self._known)
+        return cost_of(self.graph, self.kinds, step, self._known, sweep.made)
+
+    def choose(self, stored: set[int], budget: int | None, strips: int | None = None) -> Choice:
+        """Strips for each sweep: as many as the caches want, more where the budget wants them.
+
+        strips: this many, in every sweep.
+        """
+        there: Stored = {}
+        answers = merged = 0  # shares of all strips, and the copies that are made where they are put together
+        bases = {base.number: base for base in self.bases(stored)}
+        found = Choice([], [], 0, self._last_uses(list(bases.values())))
+        read_later = self.read_later(list(bases.values()))
+        for number in range(self.count + 1):
+            between = answers + merged + self._between_peak(number, there, read_later, found.last)
+            if number not in bases:
+                found.peaks.append(between)
+                continue
+            whole = answers + merged + self._whole_bytes((number, 2**31), found.last)
+            room = None if budget is None else budget - whole
+            cut, (peak, there, shares) = self._cut_for(bases[number], there, room, strips)
+            there = dict(there)
+            found.cuts.append(cut)
+            found.peaks.append(max(between, peak + whole))
+            answers, merged = answers + sum(shares), max([merged, *(5 * share for share in shares)])
+            found.stored_most = max(found.stored_most, sum(one.bytes for one in there.values()))
+        return found
+
+    def _cut_for(self, base: Sweep, there: Stored, budget: int | None, strips: int | None) -> tuple[_Cut, _Found]:
+        """The cut of a sweep, and what is found of it."""
+        largest, rows = largest_value(self.graph, self.kinds, base)
+        share = bytes_of(self.graph, largest) * math.prod(self.widths)
+        number = strips or max(1, min(math.ceil(share / STRIP), rows // THINNEST))
+        most = min(rows, MOST_STRIPS)
+        number = min(number, rows if strips else most)
+        best: tuple[_Cut, _Found] | None = None
+        patient = not strips and budget != 0
+        stored = tuple((v, one.state()) for v, one in sorted(there.items()))
+        which = *_key(base), frozenset(base.frees), stored
+        while True:
+            cut = base.number, number, patient
+            key = *which, number, patient
+            if key not in self._found:
+                sweep, costs = self.cut(base, number, patient)
+                after = {v: one.copy() for v, one in there.items()}
+                peak = sweep_peak(self.graph, self.kinds, sweep, costs, after, self.outside)
+                self._found[key] = peak, after, answers_bytes(sweep, costs)
+            found = self._found[key]
+            if best is None or found[0] < best[1][0]:
+                best = cut, found
+            if strips or budget is None or found[0] <= budget or (number >= most and not patient):
+                return best
+            number, patient = number if patient else min(number * 2, most), False
+
+    def sweeps(self, stored: set[int], choice: Choice) -> list[Sweep]:
+        bases = {base.number: base for base in self.bases(stored)}
+        return [self.cut(bases[number], strips, patient)[0] for number, strips, patient in choice.cuts]
+
+    def read_later(self, bases: list[Sweep]) -> set[int]:
+        """Values that a sweep reads after a call has got them whole."""
+        last = {v: base.number for base in bases for v in base.sources}
+        return {v for v, when in self.gathered.items() if last.get(v, -1) >= when[0]}
+
+    def _whole_bytes(self, when: Time, last: dict[int, Time]) -> int:
+        """Of the whole values that are there at a time. Views share their memory."""
+        there: dict[int, int] = {}
+        for v, end in last.items():
+            if v not in self.kinds.dims and (self.kinds.level[v], self._made[v]) < when <= end:
+                memory = self.graph.fakes[v].untyped_storage()
+                there[memory._cdata] = memory.nbytes()
+        return sum(there.values())
+
+    def _between_peak(self, number: int, there: Stored, read_later: set[int], last: dict[int, Time]) -> int:
+        """The most bytes while whole values are computed before a sweep."""
+        most, stored = 0, sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
+        for place in calls_between(self.graph, self.kinds, number):
+            if on_whole(self.graph, self.kinds, place):
+                if place not in self._whole_costs:
+                    self._whole_costs[place] = whole_cost(self.graph, self.kinds, place, self.outside)
+                most = max(most, stored + self._whole_bytes((number, place), last) + self._whole_costs[place])
+            for v in self.graph.calls[place].inputs:
+                if v in there and self.gathered.get(v) == (number, place) and v not in read_later:
+                    freed = there.pop(v).bytes
+                    stored -= freed if self.outside.counted else 0
+        return most
+
+    def stored_during(self, stored: set[int]) -> list[set[int]]:
+        """Of each sweep, the stored values that are there before it or after it."""
+        last = {v: sweep.number for sweep in self.bases(stored) for v in sweep.sources & stored}
+        level = self.kinds.level
+        return [{v for v, end in last.items() if level[v] <= n <= end} for n in range(self.count + 1)]
+
+    def stored_at_least(self, during: list[set[int]]) -> list[int]:
+        """The bytes of stored values before each sweep, which no choice of strips makes less."""
+        if not self.outside.counted:
+            return [0] * len(during)
+        level = self.kinds.level
+        return [sum(bytes_of(self.graph, v) for v in some if level[v] < n) for n, some in enumerate(during)]
+
+    def whole_flops(self, stored: set[int]) -> float:
+        """The arithmetic of all sweeps, halos left out; one that has none counts as its bytes."""
+        return sum(self._call_flops(step.call) for sweep in self.bases(stored) for step in sweep.steps)
+
+    def _call_flops(self, place: int) -> float:
+        if place not in self._flops:
+            call, whole = self.graph.calls[place], self._whole(place)
+            reads = {v: whole_region(self.graph, self.kinds, v) for v in call.inputs if v in self.kinds.dims}
+            step = Step(
+                place, [whole[0]], not any(v in self.kinds.dims for v in call.outputs),
+                {v: [region[0]] for v, region in reads.items()}, [whole[1:]],
+                {v: [region[1:]] for v, region in reads.items()},
+            )  # fmt: skip
+            found = cost_of(self.graph, self.kinds, step, self._known, {})
+            self._flops[place] = found.flops + 4 * sum(bytes_of(self.graph, v) for v in call.outputs)
+        return self._flops[place]
+
+    def _whole(self, place: int) -> Region:
+        """All of a call's result; of a call that has no cut result, of its first cut argument."""
+        call = self.graph.calls[place]
+        v = next(v for v in (*call.outputs, *call.inputs) if v in self.kinds.dims)
+        return whole_region(self.graph, self.kinds, v)
+
+    def arithmetic(self, sweeps: list[Sweep]) -> float:
+        """In units of one call."""
+        total, calls = 0.0, set()
+        for step in (step for sweep in sweeps for step in sweep.steps):
+            for place in step.calls:
+                total += self._call_flops(place) * sum(map(places, step.across)) / places(self._whole(place)[1:])
+            calls.update(step.calls)
+        return total / max(sum(map(self._call_flops, calls)), 1)
