@@ -16,9 +16,18 @@ def layout(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def order(x: Tensor) -> torch.memory_format:
+    """As `layout`, of the image that x is or is a part of: some of its rows and columns do not lie together."""
+    last = _LAST.get(x.dim())
+    if last is None or x.is_contiguous() or x.size(1) == 1 or x.stride(1) != 1:
+        return torch.contiguous_format
+    strides = [x.size(1), *(x.stride(d) for d in (*range(x.dim() - 1, 1, -1), 0) if x.size(d) > 1)]
+    return last if strides == sorted(strides) else torch.contiguous_format
+
+
 def in_layout_of(like: Tensor, made: Tensor) -> Tensor:
     """`made`, in channels_last where `like`, of as many dimensions, is."""
-    format = layout(like)
+    format = order(like)
     return made if format == torch.contiguous_format else made.contiguous(memory_format=format)
 
 

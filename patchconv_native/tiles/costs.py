@@ -89,9 +89,10 @@ def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes) -
         reads = tuple(b - a for a, b in (ranges[strip] for ranges in step.reads.values()))
         border = kinds.fetches[step.call] and (strip == there[0], strip == there[-1])  # padding is joined to the rows
         strips.setdefault((high - low, reads, border), strip)
-    bands = {_band_key(graph, kinds, step, band, made): band for band in reversed(range(len(step.across)))}
+    some = [band for band, box in enumerate(step.across) if places(box)] or [0]
+    bands = {_band_key(graph, kinds, step, band, made): band for band in reversed(some)}
     costs = []
-    for (one, strip), (other, band) in _pairs(strips, bands):
+    for (one, strip), (other, band) in itertools.product(strips.items(), bands.items()):
         key = *(kinds.alike[place] for place in step.calls), step.asks, one, other
         if key not in known:
             known[key] = _measured(graph, kinds, step, strip, band, made)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..spatial.layout import empty, layout
+from ..spatial.layout import empty, order
 
 
 def copies_rest(rest: int, length: int) -> bool:
@@ -35,7 +35,7 @@ class Rows:
         rest = self.end - begin
         if not makes_room(rest, length):
             return None
-        whole = empty(like, self._dim, rest + length, layout(like))
+        whole = empty(like, self._dim, rest + length, order(like))
         whole.narrow(self._dim, 0, rest).copy_(self.read(begin, self.end))
         rows = whole.narrow(self._dim, rest, length)
         self._room = begin, whole, rows

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
-from ..spatial.layout import empty, layout
+from ..spatial.layout import empty, order
 from ..spatial.rules import RULES
 from .record import Autocast, Call, Ref, autocast_of
 
@@ -94,11 +94,11 @@ class _Along:
             parts = [x.narrow(dim, 0, 0)]
         for place, length in zip((0, len(parts) + 1), pads, strict=True):
             if length:
-                parts.insert(place, empty(x, dim, length, _order(x)).fill_(fill))
+                parts.insert(place, empty(x, dim, length, order(x)).fill_(fill))
         if len(parts) > 1:
             return AtHand(torch.cat(parts, dim), dim)
         # Functions would copy rows that do not lie together themselves, where nobody could count it.
-        return AtHand(parts[0].contiguous(memory_format=_order(parts[0])), dim)
+        return AtHand(parts[0].contiguous(memory_format=order(parts[0])), dim)
 
     def known(self) -> Tensor | None:
         if self.asked.questions >= len(self.asked.answers):
@@ -122,11 +122,6 @@ class _Along:
         if values is not self.asked.answered:
             values = self.asked.answered = self.stack(values[None]).sum(0)
         return values
-
-
-def _order(x: Tensor) -> torch.memory_format:
-    """channels_last also where x is some rows of an image in it: torch.cat keeps the order that all have."""
-    return layout(x.select(0, 0)[None] if x.dim() in (4, 5) and x.size(0) else x)
 
 
 @contextlib.contextmanager

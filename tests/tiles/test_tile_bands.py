@@ -100,14 +100,15 @@ NETWORKS = {
     ),
     "shuffles": lambda: nn.Sequential(nn.PixelUnshuffle(2), conv(12, 12, 3, padding=1), nn.PixelShuffle(2), nn.GELU()),
     "norms in training": lambda: nn.Sequential(
-        conv(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(4, 8), conv(8, 4, 3, 2), nn.BatchNorm2d(4),
-        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        conv(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.SiLU(), nn.GroupNorm(4, 8), conv(8, 4, 3, 2),
+        nn.BatchNorm2d(4),
     ),
     "gates": lambda: nn.Sequential(conv(3, 8, 3, padding=1), Gate(8), Residual(conv(8, 8, 3, padding=1)), Gate(8)),
     "places": lambda: nn.Sequential(conv(3, 4, 3, padding=1), Places()),
     "attention": lambda: nn.Sequential(conv(3, 8, 3, 2, 1), Attention(), nn.Upsample(scale_factor=2), conv(8, 3, 3)),
     "pools": lambda: nn.Sequential(
-        nn.MaxPool2d(3, 2, 1, ceil_mode=True), conv(3, 4, 3), nn.AdaptiveAvgPool2d((5, 3)), nn.LPPool2d(2, 2),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True), conv(3, 4, 3), nn.AvgPool2d(2, 1), nn.AdaptiveAvgPool2d((5, 6)),
     ),
 }  # fmt: skip
 
@@ -132,7 +133,7 @@ def test_values_that_are_read_in_parts_of_different_widths(tile: tuple[int, int]
     torch.manual_seed(0)
     net, x, other = Shared().double(), structured((2, 3, 31, 43)), structured((2, 1, 31, 43))
     alike(banded(net, (x, other), tile), net(x, other))
-    alike(banded(net, (x, other), tile, dim=3), net(x, other))
+    alike(pc.tile(net, (x, other), tile=tile, dim=3), net(x, other))
 
 
 @pytest.mark.parametrize("dim", [2, 3, 4])
@@ -177,10 +178,10 @@ def test_a_tile_is_obeyed() -> None:
 
 @pytest.mark.parametrize(
     ("tile", "why"),
-    [((4,), "to have a number for each of 2"), ((4, 4, 4), "a number for each of 2"), ((4, 0), "positive"), ((), "pos")],
+    [((4,), "have a number for each of 2"), ((4, 4, 4), "have a number for each of 2"), ((4, 0), "be a positive"), ((), "be")],
 )  # fmt: skip
 def test_tiles_are_checked(tile: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=f"tile: expected tile to be.*{why}|tile: expected tile {why}"):
+    with pytest.raises(ValueError, match=f"tile: expected tile to {why}"):
         pc.tile(nn.ReLU(), structured((1, 3, 12, 10)), tile=tile)
 
 
