@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tile", type=options.tile, metavar="N", help="rows of the result that a strip has; 64x512: and columns"
     )
     parser.add_argument(
-        "--dim", type=options.whole(2, 4), default=2, metavar="D", help="the dimension along which strips go (default: 2)"
+        "--dim",
+        type=options.whole(2, 4),
+        default=2,
+        metavar="D",
+        help="the dimension along which strips go (default: 2)",
     )
     parser.add_argument("--store", metavar="FOLDER", help="keep values between sweeps there; cpu: in the host's memory")
     parser.add_argument("--resume", action="store_true", help="go on from where a process was killed (see above)")

@@ -149,8 +149,8 @@ def _drop_channels(y: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _drop_rows(y: Tensor, dim: int, low: int, seed: Tensor, p: float, others: Axes | None = None) -> Tensor:
-    """Drops in place. Along `dim`, y begins at row `low` of the whole; each row has a seed of its own. others: where y is
-    a part as well; the mask of the whole row is made.
+    """Drops in place. Along `dim`, y begins at row `low` of the whole; each row has a seed of its own. others: where
+    y is a part as well; the mask of the whole row is made.
     """
     rows, shape = y.size(dim), list(y.shape)
     for d, axis in (others or {}).items():

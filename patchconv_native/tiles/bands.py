@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from ..spatial import Range
@@ -23,24 +23,24 @@ Ranges = list[Range]
 def cut_across(
     graph: Graph, kinds: Kinds, sweep: Sweep, widths: Sequence[Fraction], reaches: Sequence[Callable[[int], Reach]]
 ) -> None:
-    """Cuts a sweep, whose steps are not yet joined, into bands. widths: along each of `kinds.others`, which share of the
-    image a band has. reaches: of each call, along these axes.
+    """Cuts a sweep, whose steps are not yet joined, into bands. widths: along each of `kinds.others`, which share of
+    the image a band has. reaches: of each call, along these axes.
     """
     axes = [
         _Axis(graph, axis, sweep, width, reach)
         for axis, width, reach in zip(kinds.others, widths, reaches, strict=True)
     ]
 
-    def boxes(of: Callable[[_Axis], Ranges]) -> list[Region]:
-        return list(itertools.product(*map(of, axes)))
+    def boxes(ranges: Iterable[Ranges]) -> list[Region]:
+        return list(itertools.product(*ranges))
 
     for place, step in enumerate(sweep.steps):
-        step.across = boxes(lambda axis: axis.made[place])
-        step.reads_across = {v: boxes(lambda axis: axis.reads[place][v]) for v in step.reads}
+        step.across = boxes(axis.made[place] for axis in axes)
+        step.reads_across = {v: boxes(axis.reads[place][v] for axis in axes) for v in step.reads}
         sweep.made.update(dict.fromkeys(graph.calls[step.call].outputs, step.across))
     sweep.bands = math.prod(axis.count for axis in axes)
     for v in sweep.results | sweep.stores:
-        sweep.own[v] = boxes(lambda axis: axis.shares(axis.size(v)))
+        sweep.own[v] = boxes(axis.shares(axis.size(v)) for axis in axes)
 
 
 class _Axis:

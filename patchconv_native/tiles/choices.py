@@ -14,7 +14,7 @@ from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
 from .costs import Cost, Known, Outside, Stored, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
-from .kinds import Kinds, Region, Time, calls_between, kinds_of, last_uses, on_whole, whole_region
+from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .reach import reach_of
 from .record import Graph
 from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed
@@ -59,6 +59,8 @@ def _key(base: Sweep) -> tuple[Any, ...]:
     """What tells a sweep that is not yet cut from others."""
     calls = tuple((step.call, step.asks) for step in base.steps)
     return base.number, calls, frozenset(base.sources), frozenset(base.stores)
+
+
 class Planner:
     """Finds the sweeps of one graph under several choices. What a step costs is measured once.
 

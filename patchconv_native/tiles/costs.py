@@ -114,7 +114,9 @@ def _band_key(graph: Graph, kinds: Kinds, step: Step, band: int, made: Boxes) ->
     found: list[Any] = [_lengths(step.across[band])]
     for v, boxes in step.reads_across.items():
         sizes = whole_region(graph, kinds, v)[1:]
-        for one, part, whole, (_, size) in zip(kinds.others, boxes[band], _at_hand(graph, kinds, v, band, made, step), sizes, strict=True):
+        for one, part, whole, (_, size) in zip(
+            kinds.others, boxes[band], _at_hand(graph, kinds, v, band, made, step), sizes, strict=True
+        ):
             border = one.fetches[step.call] and (part[0] == 0, part[1] == size)
             found.append((part[1] - part[0], whole == part, border))
     return tuple(found)
@@ -140,7 +142,9 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
             apart = v in graph.inputs and rows[1] - rows[0] < fake.size(kinds.dims[v])
             shape = box_shape(graph, kinds, v, there)
             shape[kinds.dims[v]] += apart and not rows_lie_together(graph, kinds, v)  # a view
-            for one, part, whole in zip(kinds.others, there[1:], _at_hand(graph, kinds, v, band, made, step), strict=True):
+            for one, part, whole in zip(
+                kinds.others, there[1:], _at_hand(graph, kinds, v, band, made, step), strict=True
+            ):
                 shape[one.dims[v]] += whole != part
             larger = torch.empty(shape, dtype=fake.dtype, device=fake.device, memory_format=layout(fake))
             cut[v] = part_of(kinds, v, larger, tuple((0, n) for n in _lengths(there)))

@@ -96,9 +96,9 @@ def rows_in_files(stored: Mapping[int, Sequence[Kept]]) -> dict[int, list[int]] 
 
 
 def resumed(graph: Graph, kinds: Kinds, sweep: Sweep, done: int) -> tuple[Sweep, dict[int, int]]:
-    """The sweep without what the first `done` strips of a band have left behind, and the first row that is computed of each
-    value: of what strips keep for the next one, the rows that are still read are computed again, in the strips that
-    computed them, so that none is larger than planned.
+    """The sweep without what the first `done` strips of a band have left behind, and the first row that is computed of
+    each value: of what strips keep for the next one, the rows that are still read are computed again, in the strips
+    that computed them, so that none is larger than planned.
     """
     needed: dict[int, int] = {}
     begins: dict[int, int] = {}

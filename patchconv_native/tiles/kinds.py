@@ -182,8 +182,8 @@ def _alike(graph: Graph, kinds: Kinds) -> list[int]:
     numbers: dict[Any, int] = {}
     found = []
     for place, call in enumerate(graph.calls):
-        order = {v: n for n, v in enumerate(call.inputs)}
-        args = with_values((call.args, call.kwargs), lambda v, order=order: f"value {order[v]}")
+        names = {v: f"value {n}" for n, v in enumerate(call.inputs)}
+        args = with_values((call.args, call.kwargs), names.__getitem__)
         args = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), args)
         values = [
             (fake.shape, fake.stride(), fake.dtype, v in graph.inputs, *(one.dims.get(v) for one in kinds.axes))

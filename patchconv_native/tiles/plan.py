@@ -120,8 +120,8 @@ class Wishes:
 
 
 def strips_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
-    """A plan of strips that are as wide as the image, unless `tile` asks for others. dims: along which dimensions images
-    may be cut, rows first. BudgetError, with the least budget that would do, where none fits.
+    """A plan of strips that are as wide as the image, unless `tile` asks for others. dims: along which dimensions
+    images may be cut, rows first. BudgetError, with the least budget that would do, where none fits.
     """
     kinds = kinds_of(graph, dims[: max(len(wishes.tile), 1)])
     widths = [Fraction(min(n, size), size) for n, size in zip(wishes.tile, _result_sizes(graph, kinds), strict=False)]

@@ -15,7 +15,15 @@ from .arrays import Sink, Source
 from .chains import run_chain
 from .journal import Journal, State, resumed, rows_in_files
 from .kinds import (
-    Kinds, Region, Time, axes_at, box_shape, calls_between, on_whole, part_of, whole_region,
+    Kinds,
+    Region,
+    Time,
+    axes_at,
+    box_shape,
+    calls_between,
+    on_whole,
+    part_of,
+    whole_region,
 )  # fmt: skip
 from .record import Graph
 from .rows import Rows
@@ -57,11 +65,11 @@ class Run:
         if len(self.own[v]) == 1:
             return self.stored[v][0].read(low, high)
         made = self.empty(v, region)
-        for own, rows in zip(self.own[v], self.stored[v], strict=True):
+        for own, kept in zip(self.own[v], self.stored[v], strict=True):
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region[1:], own, strict=True))
             if all(a < b for a, b in common):
                 here = region[0], *common
-                there = part_of(self.kinds, v, rows.read(low, high), here, (region[0], *own))
+                there = part_of(self.kinds, v, kept.read(low, high), here, (region[0], *own))
                 part_of(self.kinds, v, made, here, region).copy_(there)
         return made
 
@@ -195,14 +203,13 @@ def _run_step(
         rows = local_of(result)
         if v in buffers:
             buffers[v].add(rows)
-        low, high = region[0]
         if v not in sweep.own:
             continue
-        box = sweep.own[v][band]
+        box, high = sweep.own[v][band], region[0][1]
         if any(a == b for a, b in box):
             continue
         if v in sweep.stores and run.stored[v][band].end < high:
-            begin = run.stored[v][band].end  # more than `low` where a call goes on that was broken off
+            begin = run.stored[v][band].end  # more than the region's where a call goes on that was broken off
             own = (begin, high), *box
             run.stored[v][band].add(part_of(kinds, v, rows, own, region) if own != region else rows)
         if v in sweep.results:

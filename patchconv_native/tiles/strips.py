@@ -1,8 +1,8 @@
 """One call of a function for one strip of its result, by the function's rule in `spatial`.
 
-A strip is a range of rows, and, where the image is cut into bands too, a range along every other spatial dimension. The
-rule asks for what it reads, which is at hand, and for numbers of the whole image, which are known or are not. Where they
-are not, the strip gives its share of them and no result.
+A strip is a range of rows, and, where the image is cut into bands too, a range along every other spatial dimension.
+The rule asks for what it reads, which is at hand, and for numbers of the whole image, which are known or are not. Where
+they are not, the strip gives its share of them and no result.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class Asked:
 
 @dataclass
 class _Along:
-    """`spatial.Executor` of one input along one axis. Those of all inputs of a call are equal: they cut the same image.
-    """
+    """`spatial.Executor` of one input along one axis. Those of all inputs are equal: they cut the same image."""
 
     asked: Asked
     axis: str
@@ -168,8 +167,8 @@ def _tensors(call: Call, result: Any) -> list[Any]:
 
 
 def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, Axes] | Tensor]) -> list[Any]:
-    """The function's rule, for one part. given: of each input what is at hand and, for each cut dimension, where that is
-    in the whole (the executor is set here), or a whole tensor. NeedsWhole where a number is missing.
+    """The function's rule, for one part. given: of each input what is at hand and, for each cut dimension, where that
+    is in the whole (the executor is set here), or a whole tensor. NeedsWhole where a number is missing.
     """
 
     def value(index: int) -> Any:

@@ -170,9 +170,7 @@ def cut_into(
     count = max((len(some) for some in ends), default=strips)
     for v, size in sizes.items():
         ready[v] += [size] * (count - strips)
-    sweep = Sweep(
-        base.number, count, sources=base.sources, results=base.results, stores=base.stores, frees=base.frees
-    )
+    sweep = Sweep(base.number, count, sources=base.sources, results=base.results, stores=base.stores, frees=base.frees)
     for old, rows in zip(base.steps, ends, strict=True):
         call, table = graph.calls[old.call], reach(old.call)
         step = Step(old.call, list(itertools.pairwise([0, *rows])), old.asks)

@@ -31,7 +31,8 @@ Progress = Callable[[int, int], None]
 
 def tile(
     module: Callable[..., Any], x: Any, budget: int | str | None = None,
-    tile: int | tuple[int, ...] | None = None, store: Where = "device", out: Any = None, progress: bool | Progress = False, dim: int = 2,
+    tile: int | tuple[int, ...] | None = None, store: Where = "device", out: Any = None,
+    progress: bool | Progress = False, dim: int = 2,
 ) -> Any:  # fmt: skip
     """module(x), computed strip by strip: the same result to rounding, in `budget` bytes above x, the parameters and
     the result.
@@ -49,8 +50,9 @@ def tile(
     dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip, and reaches the module in its
     own dtype. A function, which has no parameters, gets it on the CPU. The budget then counts the strips that are read
     and, without `out`, the result.
-    budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. tile: rows of the result that a
-    strip has, in place of the choice.
+    budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. Where strips as wide as the image
+    do not keep it, the image is cut into bands as well, and what these read of each other is computed again.
+    tile: rows of the result that a strip has, in place of the choice; (256, 512): and columns of a band.
     store: where values are kept from one sweep over the image to the next: "device", within the budget; "cpu", in
     the host's memory, for a model on a GPU; or a folder (a str with a separator, or a path), in files that are removed
     as soon as they are not needed, also after an error. Values in the host's memory and in files are not in the budget.
@@ -148,7 +150,9 @@ def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
     if isinstance(tile, int):
         return sizes
     if len(sizes) != len(dims):
-        raise ValueError(f"{owner}: expected tile to have a number for each of {len(dims)} spatial dimensions, got {tile!r}")
+        raise ValueError(
+            f"{owner}: expected tile to have a number for each of {len(dims)} spatial dimensions, got {tile!r}"
+        )
     return tuple(sizes[d - 2] for d in dims)
 
 

@@ -142,12 +142,14 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, entries: int) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("name", "strips"), [("convs", 13), ("norms", 36)])
+@pytest.mark.parametrize(
+    ("name", "tile", "strips"), [("convs", "8", 13), ("norms", "8", 36), ("convs", "8x9", 65), ("norms", "12x15", 72)]
+)
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.7, 0.99])
 def test_a_call_that_is_broken_off_goes_on(
-    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch, name: str, strips: int, part: float
+    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch, name: str, tile: str, strips: int, part: float
 ) -> None:
-    words = ("tile", f"nets.py:{name}", "in.npy", "out.npy", "--tile", "8", "--store", ".", *QUIET)
+    words = ("tile", f"nets.py:{name}", "in.npy", "out.npy", "--tile", tile, "--store", ".", *QUIET)
     entries = max(1, int(part * strips))
     seen = stopped_after(monkeypatch, entries)
     assert commands(*words).code == 130
