@@ -38,7 +38,7 @@ def largest_value(graph: Graph, kinds: Kinds, sweep: Sweep) -> tuple[int, int]:
     return max(values, key=lambda v: bytes_of(graph, v)), max(graph.fakes[v].size(kinds.dims[v]) for v in values)
 
 
-_Cut = tuple[int, int, bool]
+Cut = tuple[int, int, bool]
 """The number of a sweep, its strips, and whether small steps wait for several of them."""
 _Found = tuple[int, Stored, list[int]]
 """Of a sweep: its peak, what is stored after it, and the bytes of its shares of numbers of the whole image."""
@@ -48,7 +48,7 @@ _Found = tuple[int, Stored, list[int]]
 class Choice:
     """How sweeps are cut, and what follows from it."""
 
-    cuts: list[_Cut]
+    cuts: list[Cut]
     peaks: list[int]
     """Of each number of a sweep, what is computed before it included."""
     stored_most: int
@@ -69,7 +69,13 @@ class Planner:
     """
 
     def __init__(
-        self, graph: Graph, kinds: Kinds, outside: Outside, widths: Sequence[Fraction], known: Known, rough: bool
+        self,
+        graph: Graph,
+        kinds: Kinds,
+        outside: Outside,
+        widths: Sequence[Fraction],
+        known: Known,
+        rough: bool = False,
     ) -> None:
         self.graph, self.kinds, self.outside, self.widths, self.rough = graph, kinds, outside, widths, rough
         self.results = set(graph.results)
@@ -139,11 +145,14 @@ class Planner:
             return rough_cost(self.graph, self.kinds, step, self._known)
         return cost_of(self.graph, self.kinds, step, self._known, sweep.made)
 
-    def choose(self, stored: set[int], budget: int | None, strips: int | None = None) -> Choice:
+    def choose(
+        self, stored: set[int], budget: int | None, strips: int | None = None, cuts: Sequence[Cut] = ()
+    ) -> Choice:
         """Strips for each sweep: as many as the caches want, more where the budget wants them.
 
-        strips: this many, in every sweep.
+        strips: this many, in every sweep. cuts: as another choice has them.
         """
+        fixed = {number: cut for number, *cut in cuts}
         there: Stored = {}
         answers = merged = 0  # shares of all strips, and the copies that are made where they are put together
         bases = {base.number: base for base in self.bases(stored)}
@@ -156,7 +165,7 @@ class Planner:
                 continue
             whole = answers + merged + self._whole_bytes((number, 2**31), found.last)
             room = None if budget is None else budget - whole
-            cut, (peak, there, shares) = self._cut_for(bases[number], there, room, strips)
+            cut, (peak, there, shares) = self._cut_for(bases[number], there, room, strips, fixed.get(number))
             there = dict(there)
             found.cuts.append(cut)
             found.peaks.append(max(between, peak + whole))
@@ -164,15 +173,19 @@ class Planner:
             found.stored_most = max(found.stored_most, sum(one.bytes for one in there.values()))
         return found
 
-    def _cut_for(self, base: Sweep, there: Stored, budget: int | None, strips: int | None) -> tuple[_Cut, _Found]:
-        """The cut of a sweep, and what is found of it."""
+    def _cut_for(
+        self, base: Sweep, there: Stored, budget: int | None, strips: int | None, fixed: list[Any] | None
+    ) -> tuple[Cut, _Found]:
+        """The cut of a sweep, and what is found of it. fixed: strips and patience, if they are known."""
         largest, rows = largest_value(self.graph, self.kinds, base)
         share = bytes_of(self.graph, largest) * math.prod(self.widths)
         number = strips or max(1, min(math.ceil(share / STRIP), rows // THINNEST))
         most = min(rows, MOST_STRIPS)
         number = min(number, rows if strips else most)
-        best: tuple[_Cut, _Found] | None = None
+        best: tuple[Cut, _Found] | None = None
         patient = not strips and budget != 0
+        if fixed is not None:
+            number, patient = fixed
         stored = tuple((v, one.state()) for v, one in sorted(there.items()))
         which = *_key(base), frozenset(base.frees), stored
         while True:
@@ -186,7 +199,7 @@ class Planner:
             found = self._found[key]
             if best is None or found[0] < best[1][0]:
                 best = cut, found
-            if strips or budget is None or found[0] <= budget or (number >= most and not patient):
+            if strips or fixed is not None or budget is None or found[0] <= budget or (number >= most and not patient):
                 return best
             number, patient = number if patient else min(number * 2, most), False
 

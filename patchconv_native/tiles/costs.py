@@ -89,10 +89,8 @@ def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes) -
         reads = tuple(b - a for a, b in (ranges[strip] for ranges in step.reads.values()))
         border = kinds.fetches[step.call] and (strip == there[0], strip == there[-1])  # padding is joined to the rows
         strips.setdefault((high - low, reads, border), strip)
-    some = [band for band, box in enumerate(step.across) if places(box)] or [0]
-    bands = {_band_key(graph, kinds, step, band, made): band for band in reversed(some)}
     costs = []
-    for (one, strip), (other, band) in itertools.product(strips.items(), bands.items()):
+    for (one, strip), (other, band) in _pairs(strips, _telling_bands(graph, kinds, step, made)):
         key = *(kinds.alike[place] for place in step.calls), step.asks, one, other
         if key not in known:
             known[key] = _measured(graph, kinds, step, strip, band, made)
@@ -100,13 +98,25 @@ def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes) -
     return Cost(max(one.peak for one in costs), max(one.result for one in costs), max(one.flops for one in costs))
 
 
+def _telling_bands(graph: Graph, kinds: Kinds, step: Step, made: Boxes) -> dict[Any, int]:
+    """Those at the border and, as the last one, the widest band, with what tells them apart."""
+    some = [band for band, box in enumerate(step.across) if places(box)] or [0]
+
+    def width(band: int) -> tuple[int, int]:
+        return places(step.across[band]), sum(places(boxes[band]) for boxes in step.reads_across.values())
+
+    bands = (some[0], some[-1], max(some, key=width))
+    found = {_band_key(graph, kinds, step, band, made): band for band in bands}
+    widest = _band_key(graph, kinds, step, bands[-1], made)
+    return {key: band for key, band in found.items() if key != widest} | {widest: bands[-1]}
+
+
 def _pairs(strips: dict[Any, int], bands: dict[Any, int]) -> Iterator[tuple[tuple[Any, int], tuple[Any, int]]]:
-    """All strips of the widest band, and of the others the strips of the most rows."""
-    widest, most = max(bands, key=lambda key: math.prod(key[0])), max(strips, key=lambda key: key[0])
-    return (
-        (one, other) for one, other in itertools.product(strips.items(), bands.items())
-        if other[0] == widest or one[0] == most
-    )  # fmt: skip
+    """All strips of the last band, and of the others the strips of the most rows."""
+    widest, most = [*bands][-1], max(rows for rows, *_ in strips)
+    for one, other in itertools.product(strips.items(), bands.items()):
+        if other[0] == widest or one[0][0] == most:
+            yield one, other
 
 
 def _band_key(graph: Graph, kinds: Kinds, step: Step, band: int, made: Boxes) -> tuple[Any, ...]:

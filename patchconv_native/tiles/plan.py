@@ -125,25 +125,43 @@ def strips_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
     """
     kinds = kinds_of(graph, dims[: max(len(wishes.tile), 1)])
     widths = [Fraction(min(n, size), size) for n, size in zip(wishes.tile, _result_sizes(graph, kinds), strict=False)]
-    return _checked(wishes, [_plan(graph, kinds, wishes, widths, {})])
+    planner = Planner(graph, kinds, wishes.outside, widths[1:], {})
+    strips = math.ceil(1 / widths[0]) if widths else None
+    return _checked(_plan(planner, wishes, *_found(planner, _room(planner, wishes), strips)))
 
 
 def bands_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
-    """A plan of the widest bands that keep the budget. BudgetError as of `strips_of`."""
+    """A plan of bands that keep the budget, the widest ones first. BudgetError as of `strips_of`.
+
+    The bands and their strips are chosen by what about they take, and then it is found what they do take.
+    """
     kinds = kinds_of(graph, dims)
     known: Known = {}
-    ways = list(_narrower(graph, kinds))
+    ways = [
+        (Planner(graph, kinds, wishes.outside, widths, known, rough=True), widths) for widths in _narrower(graph, kinds)
+    ]
 
-    def until_it_fits(begin: int, rough: bool) -> list[TilePlan]:
-        plans: list[TilePlan] = []
-        for widths in ways[begin:]:
-            plans.append(_plan(graph, kinds, wishes, widths, known, rough))
-            if fits(plans[-1]) or (len(plans) > 1 and plans[-1].needs > plans[-2].needs * STILL_LESS):
-                break
-        return plans
+    def measured(place: int, stored: set[int], choice: Choice) -> TilePlan:
+        planner = Planner(graph, kinds, wishes.outside, ways[place][1], known)
+        return _plan(planner, wishes, stored, planner.choose(stored, None, cuts=choice.cuts))
 
-    rough = [plan.needs for plan in until_it_fits(0, rough=True)]
-    return _checked(wishes, until_it_fits(rough.index(min(rough)), rough=False))
+    def search(room: int | None) -> Iterator[tuple[int, set[int], Choice]]:
+        before = math.inf
+        for place, (planner, _) in enumerate(ways):
+            stored, choice = _found(planner, room, None)
+            yield place, stored, choice
+            if max(choice.peaks) > before * STILL_LESS:
+                return
+            before = max(choice.peaks)
+
+    room = _room(ways[0][0], wishes)
+    for place, stored, choice in search(room):
+        if room is None or max(choice.peaks) <= room:
+            plan = measured(place, stored, choice)
+            if fits(plan):
+                return plan
+    least = min(search(1), key=lambda found: max(found[2].peaks))
+    return _checked(measured(*least))
 
 
 def _narrower(graph: Graph, kinds: Kinds) -> Iterator[list[Fraction]]:
@@ -154,7 +172,7 @@ def _narrower(graph: Graph, kinds: Kinds) -> Iterator[list[Fraction]]:
         longest = lengths.index(max(lengths))
         half = -(-lengths[longest] // 2)
         lengths[longest] = -(-half // 32) * 32 if half > 64 else half  # of deeper layers, whole columns
-        yield [Fraction(1), *(Fraction(length, size) for length, size in zip(lengths, sizes, strict=True))]
+        yield [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
         if max(sizes) == 1:
             return
 
@@ -169,8 +187,7 @@ def fits(plan: TilePlan) -> bool:
     return plan.budget is None or plan.needs <= plan.budget
 
 
-def _checked(wishes: Wishes, plans: list[TilePlan]) -> TilePlan:
-    plan = min(plans, key=lambda one: (not fits(one), one.needs))
+def _checked(plan: TilePlan) -> TilePlan:
     if not fits(plan):
         raise BudgetError(
             f"tile: a budget of {format_bytes(plan.budget or 0)} is too small: {plan.name} needs "
@@ -181,27 +198,36 @@ def _checked(wishes: Wishes, plans: list[TilePlan]) -> TilePlan:
     return plan
 
 
-def _plan(
-    graph: Graph, kinds: Kinds, wishes: Wishes, widths: Sequence[Fraction], known: Known, rough: bool = False
-) -> TilePlan:
-    """The plan that keeps the budget, or that of the least peak. widths: along every axis, as far as they are given."""
-    outside, margin = wishes.outside, MARGIN[wishes.device]
-    planner = Planner(graph, kinds, outside, widths[1:], known, rough)
-    strips = math.ceil(1 / widths[0]) if wishes.tile else None
-    result = sum(bytes_of(graph, v) for v in {*graph.results} if v in kinds.dims) if outside.result else 0
-    room = None if wishes.budget is None else largest_peak(max(wishes.budget - result, 0), margin)
+def _room(planner: Planner, wishes: Wishes) -> int | None:
+    """What the budget leaves for the peak."""
+    if wishes.budget is None:
+        return None
+    return largest_peak(max(wishes.budget - _result_bytes(planner, wishes), 0), MARGIN[wishes.device])
+
+
+def _result_bytes(planner: Planner, wishes: Wishes) -> int:
+    """Of the result, where the budget counts it."""
+    return sum(bytes_of(planner.graph, v) for v in planner.results if v in planner.kinds.dims) * wishes.outside.result
+
+
+def _plan(planner: Planner, wishes: Wishes, stored: set[int], choice: Choice) -> TilePlan:
+    sweeps = planner.sweeps(stored, choice)
+    return TilePlan(
+        planner.graph, planner.kinds, sweeps, stored, choice.last, planner.read_later(sweeps), wishes.budget,
+        max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
+        os.fspath(wishes.outside.store), _result_bytes(planner, wishes), wishes.name,
+    )  # fmt: skip
+
+
+def _found(planner: Planner, room: int | None, strips: int | None) -> tuple[set[int], Choice]:
+    """As `_chosen`; the least peak is that of a second search."""
     stored, choice = _chosen(planner, room, strips)
     while room is not None and max(choice.peaks) > room:  # thinner strips leave more shares: is there less than this?
         lower = _chosen(planner, max(choice.peaks) - 1, strips)
         if max(lower[1].peaks) >= max(choice.peaks):
             break
         stored, choice = lower
-    sweeps = planner.sweeps(stored, choice)
-    peak, later = max(choice.peaks, default=0), planner.read_later(sweeps)
-    return TilePlan(
-        graph, kinds, sweeps, stored, choice.last, later, wishes.budget, peak, margin, planner.arithmetic(sweeps),
-        choice.stored_most, os.fspath(outside.store), result, wishes.name,
-    )  # fmt: skip
+    return stored, choice
 
 
 def _chosen(planner: Planner, room: int | None, strips: int | None) -> tuple[set[int], Choice]:
