@@ -155,7 +155,16 @@ void Census::reportMemoryUsage(void* block, int64_t bytes, size_t /*total*/, siz
                                c10::Device device) {
   if (device.type() != device_.type() || (device.has_index() && device_.has_index() && device != device_))
     return;
-  add(CensusKind::kMemory, bytes, static_cast<int64_t>(reinterpret_cast<uintptr_t>(block)));
+  const auto id = static_cast<int64_t>(reinterpret_cast<uintptr_t>(block));
+  if (device.is_cpu()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > 0) {
+      seen_.insert(id);
+    } else if (seen_.erase(id) == 0) {
+      return;  // from before: torch may give the size of an earlier block at this address
+    }
+  }
+  add(CensusKind::kMemory, bytes, id);
 }
 
 void Census::reportOutOfMemory(int64_t bytes, size_t /*total*/, size_t /*reserved*/, c10::Device device) {

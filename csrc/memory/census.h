@@ -18,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace patchconv {
@@ -69,6 +70,7 @@ class Census : public torch::profiler::impl::ProfilerStateBase {
   int64_t began_ = 0;
   CensusEvents events_;
   std::unordered_map<std::string, int64_t> numbers_;
+  std::unordered_set<int64_t> seen_;  // blocks of the CPU that were allocated since the census began
 };
 
 }  // namespace patchconv

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from .. import _library
-from .timeline import MEMORY
+from .timeline import changes
 
 
 def allocated_peak(call: Callable[[], Any]) -> int:
@@ -23,5 +23,4 @@ def allocated_peak(call: Callable[[], Any]) -> int:
     finally:
         census.stop()
     events = census.events()
-    changes = (size for kind, size in zip(events["kind"], events["bytes"], strict=True) if kind == MEMORY)
-    return max(accumulate(changes, initial=0))
+    return max(accumulate(changes(events), initial=0))

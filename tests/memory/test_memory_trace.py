@@ -365,6 +365,21 @@ def test_what_other_threads_release_counts_once() -> None:
     assert found.peak.bytes == 160 == sum(held.bytes for held in found.peak.held)
 
 
+def test_releases_of_what_was_there_before_do_not_count() -> None:
+    """torch gives them the size of a block that had the same address in an earlier census."""
+
+    def blocks() -> list[Tensor]:
+        return [torch.empty(60_000, dtype=torch.uint8) for _ in range(200)]
+
+    seen: list[Tensor] = []
+    allocated_peak(lambda: seen.extend(blocks()))
+    addresses = {block.data_ptr() for block in seen}
+    seen.clear()
+    earlier = blocks()
+    assert addresses & {block.data_ptr() for block in earlier}, "the heap gives blocks out again"
+    assert allocated_peak(lambda: (earlier.clear(), torch.empty(5_000, dtype=torch.uint8))) == 5_000
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_peak_is_the_allocators(tmp_path: Any) -> None:
     model, x = residual(channels=64).cuda(), torch.randn(8, 3, 256, 256, device="cuda")
