@@ -59,6 +59,7 @@ def main() -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.5f}, {tuple(x.to_local().shape)} on this rank", flush=True)
+    dist.barrier()  # no rank ends while another, or a thread of its own, still works for it
     dist.destroy_process_group()
 
 

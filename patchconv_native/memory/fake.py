@@ -77,7 +77,8 @@ class Storages(TorchDispatchMode):
 
         super().__init__()
         self._census, self._device, self._flops = census, device, flop_registry
-        self._known: set[int] = set()
+        # By their addresses: once one is freed, another may get its address and must count.
+        self._known: dict[int, weakref.ref[Any]] = {}
         self._blocks = itertools.count(1)
         self.work = {"flops": 0, "bytes": 0}
         self._real: dict[int, Tensor] = {}
@@ -86,10 +87,12 @@ class Storages(TorchDispatchMode):
         """These tensors were there before the step and are not counted."""
         for tensor in tensors(values):
             memory = storage(tensor)
-            if memory is not None and memory._cdata not in self._known:
-                self._known.add(memory._cdata)
-                # Once it is freed, another storage may get its address and must count.
-                weakref.finalize(memory, self._known.discard, memory._cdata).atexit = False
+            if memory is not None and not self._knows(memory):
+                self._known[memory._cdata] = weakref.ref(memory)
+
+    def _knows(self, memory: Any) -> bool:
+        found = self._known.get(memory._cdata)
+        return found is not None and found() is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,18 +139,13 @@ class Storages(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type:
             return
         memory = storage(tensor)
-        if memory is None or memory._cdata in self._known:
+        if memory is None or self._knows(memory):
             return
-        key, size, block = memory._cdata, memory.nbytes(), next(self._blocks)
-        self._known.add(key)
+        size, block = memory.nbytes(), next(self._blocks)
+        self._known[memory._cdata] = weakref.ref(memory)
         if size:
             self._census.memory(block, size)
-        weakref.finalize(memory, self._ended, key, block, size).atexit = False
-
-    def _ended(self, key: int, block: int, size: int) -> None:
-        self._known.discard(key)
-        if size:
-            self._census.memory(block, -size)
+            weakref.finalize(memory, self._census.memory, block, -size).atexit = False
 
 
 def fake_device(device: torch.device) -> torch.device:

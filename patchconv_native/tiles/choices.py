@@ -21,7 +21,7 @@ from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed
 
 STRIP = 16 * MIB
 """Of the largest value of a sweep, what one strip should hold, so that strips stay in a CPU's caches."""
-MOST_CUT = 2**18
+MOST_CUT = 2**16
 """Steps times strips that a planner remembers while it looks for a choice, so that it takes little memory itself."""
 MOST_STRIPS = 4096
 """Strips of a sweep, at most: a taller image is rather cut into bands than into thinner strips."""

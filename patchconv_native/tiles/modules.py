@@ -89,7 +89,9 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
 
 @functools.cache
 def _kind(budget: int | None, dim: int) -> type[_Tiled]:
-    return type("_Tiled", (_Tiled,), {"_budget": budget, "_dim": dim, "_made_by": (_kind, (budget, dim))})
+    forward = torch.compiler.disable(_Tiled.forward, reason="patchconv_native.tile_modules: strips are not compiled")
+    own = {"_budget": budget, "_dim": dim, "_made_by": (_kind, (budget, dim)), "forward": forward}
+    return type("_Tiled", (_Tiled,), own)
 
 
 def _bytes(budget: int | str | None) -> int | None:

@@ -362,7 +362,7 @@ def record(
         values.append(recorder.value(cast(FakeTensor, fake)))
         graph.inputs.append(values[-1]._index)
     try:
-        with undo, recorder.running():
+        with undo, recorder.running(), torch.compiler.set_stance("force_eager"):  # compiled modules run as they are
             found = call(values)
         recorder.check_there("the module's result", found)
         _check_no_state(parts)

@@ -66,10 +66,15 @@ def tile(
     function and its module, where a function has no rule, or where what the module does depends on the values of
     pixels; BudgetError (with `least`, in bytes) for a budget that cannot be kept. Both before anything is computed.
     """
+    if torch.compiler.is_compiling():  # a graph break
+        return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
     check_gradients("tile", module, arguments)
     plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
     return run_plan(plan, arguments, out, progress)
+
+
+_tile = tile  # it has an argument of its name
 
 
 def tile_plan(
@@ -124,16 +129,13 @@ def plan_call(
         return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
 
     graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
-    ways = list(itertools.product([strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of], graphs))
+    finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
     refused: list[BudgetError] = []
-    while ways:
-        find, one = ways.pop(0)
+    for one, find in itertools.product(graphs, finds):
         try:
             plan = planned(find, one)
         except BudgetError as error:
             refused.append(error)
-            if error.least > 2 * (room or 0):  # that is not a matter of the layout
-                ways.sort(key=lambda way: way[0] is strips_of)
             continue
         if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
             return plan

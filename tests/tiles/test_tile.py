@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, Residual, chain, differences, structured
 from torch import Tensor, nn
@@ -130,7 +133,7 @@ def test_whole_models_keep_their_budget_and_the_numbers(name: str, converted: bo
     as_exact_as_stock(model, x, found[0])
 
 
-@pytest.mark.parametrize("name", ["resnet18 features", "U-Net, instance norm", "gates"])
+@pytest.mark.parametrize("name", ["U-Net, instance norm", "gates", *["resnet18 features"] * FULL])
 @torch.no_grad()
 def test_the_least_budget_is_kept_and_less_is_refused(name: str) -> None:
     model, x, _ = made(name)
@@ -153,6 +156,14 @@ def test_predicted_peaks_are_the_real_ones(name: str) -> None:
     peak = allocated_peak(lambda: found.append(pc.tile(model, x))) - found[0].nbytes
     assert peak <= plan.needs and plan.peak <= 1.35 * peak
     assert "strips" in str(plan)
+
+
+def test_a_plan_leaves_nothing_at_the_parameters() -> None:
+    model, x, _ = made("gates")
+    for _ in range(2):
+        pc.tile_plan(model, x)
+    gc.collect()
+    assert sum(weakref.getweakrefcount(p.untyped_storage()) for p in model.parameters()) == 0
 
 
 @torch.no_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import patchconv_native as pc
 from patchconv_native.tiles import modules as tiled
@@ -136,3 +138,35 @@ def test_bad_arguments_change_nothing(net: Net) -> None:
         with pytest.raises(error, match=text):
             pc.tile_modules(net, which, budget)  # type: ignore[arg-type]
     assert [type(m) for m in net.modules()] == classes
+
+
+@pytest.fixture
+def compiled() -> Iterator[CompileCounter]:
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_tiled_modules_are_not_compiled_and_what_is_around_them_is(net: Net, compiled: CompileCounter) -> None:
+    want = net(X)
+    pc.tile_modules(net, {"body": "600KiB"})
+    around = torch.compile(net, backend=compiled)
+    torch.testing.assert_close(around(X), want)
+    assert compiled.frame_count == compiled.op_count == 1, "the group norm"
+
+
+@pytest.mark.parametrize("how", ["function", "module"])
+@torch.no_grad()
+def test_tile_and_compiled_modules(net: Net, compiled: CompileCounter, how: str) -> None:
+    want, budget = net(X), 900 * 2**10
+    if how == "function":
+        scaled = torch.compile(lambda x: pc.tile(net, x + 1.0, budget) * 2.0, backend=compiled)
+        torch.testing.assert_close(scaled(X - 1.0), want * 2.0, rtol=1e-4, atol=1e-5)
+        assert compiled.op_count == 2, "the sum and the product"
+        return
+    net.body = torch.compile(net.body, backend=compiled)
+    torch.testing.assert_close(pc.tile(net, X, budget), want)
+    assert compiled.frame_count == 0
+    torch.testing.assert_close(net(X), want)
+    assert compiled.frame_count == 1
