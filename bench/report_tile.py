@@ -18,8 +18,9 @@ TEXT = (
     "Float32, NCHW, batch 1, random weights, no gradients. Peak: the most that torch allocates in a call above the "
     "input, the parameters and the result. Process: how far the process's resident memory grew in that call, without "
     "the result. Time: the least of three calls (fewer where they take more than 30 s), each form in a process of its "
-    "own, one after the other; planning is done in the call before them. The largest images are computed once, and "
-    "that time includes planning and the counting of memory. (p): predicted, since stock does not fit."
+    "own, one after the other; planning is done in the call before them, but with files, where each call plans. The "
+    "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
+    "since stock does not fit."
 )
 
 

@@ -1,15 +1,17 @@
 """Whole networks strip by strip: peak memory and time as the image grows, and how exact the result is.
 
 ResNet-18's and MobileNetV2's features, a U-Net and a diffusers decoder, in NCHW, without gradients: stock as long as it
-fits (its peak is predicted beyond that), `pc.tile` without a budget and with one, and diffusers' own tiling. Each form
-runs in a process of its own; the largest images once, with a budget. Errors are against the same network in float64, in
-units of stock's own.
+fits (its peak is predicted beyond that), `pc.tile` without a budget, with one and with files, and diffusers' own
+tiling. Each form runs in a process of its own; the largest images once, with a budget. Errors are against the same
+network in float64, in units of stock's own.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ MODELS = {"ResNet-18 features": "features", "MobileNetV2 features": "mobilenet",
 SIDES = {"full": (1024, 2048, 4096, 20000), "tiny": (64, 128)}
 DECODED = {"full": (512, 1024, 2048), "tiny": (64, 128)}
 """Sides of the decoder's picture."""
-BUDGETS = {"features": "128MiB", "mobilenet": "192MiB", "unet": "768MiB", "decoder": "768MiB"}
+BUDGETS = {"features": "64MiB", "mobilenet": "64MiB", "unet": "192MiB", "decoder": "768MiB"}
+FILES = "tile, files"
+"""Without a budget; values between sweeps are in files."""
 EXACT = {"full": 512, "tiny": 64}
 """The side at which errors are taken: float64 is slow."""
 STOCK_FITS = 9 * GIB
@@ -63,14 +67,21 @@ def called(case: str, form: str, side: int) -> dict[str, Any]:
     model, x = made(case, side)
     if form == "diffusers' tiling":
         model.vae.enable_tiling()  # type: ignore[union-attr, operator]
+    if form == FILES:
+        with tempfile.TemporaryDirectory() as folder:
+            return measured(lambda: pc.tile(model, x, store=folder), side)
     if form.startswith("tile"):
         pc.tile_modules(model, "", form.partition(", ")[2] or None)
+    return measured(lambda: model(x), side)
+
+
+def measured(call: Callable[[], Tensor], side: int) -> dict[str, Any]:
     results: list[Tensor] = []
     peaks: list[int] = []
     seconds: list[float] = []
 
     def counted() -> Tensor:
-        seconds.append(measure.seconds_of(lambda: peaks.append(allocated_peak(lambda: results.append(model(x))))))
+        seconds.append(measure.seconds_of(lambda: peaks.append(allocated_peak(lambda: results.append(call())))))
         return results[0]
 
     process = measure.peak_of(counted)
@@ -78,7 +89,7 @@ def called(case: str, form: str, side: int) -> dict[str, Any]:
     if side**2 <= ONCE:
         seconds.clear()
         while len(seconds) < CALLS_TIMED and sum(seconds) < ENOUGH:
-            seconds.append(measure.seconds_of(lambda: model(x)))
+            seconds.append(measure.seconds_of(call))
     return {"peak": peaks[0] - process.result, "process": process.workspace, "seconds": min(seconds)}
 
 
@@ -117,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     size = arguments.size
     data = measure.report_head("tile", size) | {"fits": STOCK_FITS, "rows": [], "errors": {}}
     for case in arguments.only:
-        forms = ["stock", "tile", f"tile, {BUDGETS[case]}"] + ["diffusers' tiling"] * (case == "decoder")
+        forms = ["stock", "tile", f"tile, {BUDGETS[case]}"] + [FILES, "diffusers' tiling"] * (case == "decoder")
         for side in sides(case, size):
             stock = measure.in_fresh_process("bench.tile:predicted", 600, case=case, side=side)["peak"]
             run = forms if side**2 <= ONCE else [forms[0], forms[2]]

@@ -17,13 +17,19 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "in_fresh_process", here)
     monkeypatch.setattr(tile, "STOCK_FITS", 8 * 2**20)
     data = results("tile", "--only", "unet", "features")
-    forms = ["stock", "tile", "tile, 768MiB", "stock", "tile", "tile, 128MiB"]
+    forms = ["stock", "tile", "tile, 192MiB", "stock", "tile", "tile, 64MiB"]
     assert [row["form"] for row in data["rows"]] == [*forms[:3] * 2, *forms[3:] * 2]
     stock = [row for row in data["rows"] if row["form"] == "stock" and row["case"] == "unet"]
     assert [row.get("predicted", False) for row in stock] == [False, True]
     assert all(row["seconds"] > 0 and row["peak"] > 0 for row in data["rows"] if not row.get("predicted"))
     assert 0 < data["errors"]["unet"]["tile"] < 1.5
     assert " (p) |" in data["text"]
+
+
+def test_values_in_files_are_not_in_the_peak() -> None:
+    pytest.importorskip("diffusers")
+    in_files, in_memory = (tile.called("decoder", form, 256)["peak"] for form in (tile.FILES, "tile"))
+    assert 0 < in_files < in_memory
 
 
 def test_stock_is_predicted() -> None:
