@@ -260,15 +260,16 @@ void bind_geometry(py::module& m) {
 void bind_census(py::module& m) {
   using patchconv::Census;
   py::class_<Census, std::shared_ptr<Census>>(m, "Census", "Every allocation of one step, between marks.")
-      .def(py::init([](const std::string& device, bool count) {
-             return Census::start(c10::Device(device), count);
+      .def(py::init([](const std::string& device, bool count, bool events) {
+             return Census::start(c10::Device(device), count, events);
            }),
-           py::arg("device"), py::arg("count"))
+           py::arg("device"), py::arg("count"), py::arg("events") = true)
       .def("stop", &Census::stop)
       .def("enter", &Census::enter)
       .def("leave", &Census::leave)
       .def("memory", &Census::memory, py::arg("block"), py::arg("bytes"))
       .def("operator_name", &Census::operator_name)
+      .def("peak", &Census::peak)
       .def("events", &census_events);
 }
 

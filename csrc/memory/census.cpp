@@ -3,6 +3,7 @@
 #include <ATen/SequenceNumber.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -55,25 +56,27 @@ ProfilerConfig profiler_config(bool count) {
 
 }  // namespace
 
-Census::Census(c10::Device device, bool count)
-    : ProfilerStateBase(profiler_config(count)), device_(device), count_(count) {
+Census::Census(c10::Device device, bool count, bool keep)
+    : ProfilerStateBase(profiler_config(count)), device_(device), count_(count), keep_(keep) {
   events_.names.emplace_back();
 }
 
-std::shared_ptr<Census> Census::start(c10::Device device, bool count) {
+std::shared_ptr<Census> Census::start(c10::Device device, bool count, bool events) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   if (g_census) throw std::runtime_error("a memory trace is running already: only one can run at a time");
   if (c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr) {
     throw std::runtime_error("torch.profiler is running on this thread: a memory trace cannot run inside it");
   }
-  std::shared_ptr<Census> census(new Census(device, count));
+  std::shared_ptr<Census> census(new Census(device, count, events));
   g_census = census;
   g_runs.fetch_add(1, std::memory_order_relaxed);
   census->began_ = count ? 0 : nanoseconds();
   c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::PROFILER_STATE, census);
-  census->setCallbackHandle(at::addThreadLocalCallback(
-      at::RecordFunctionCallback(&Census::begin, &Census::end)
-          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION})));
+  if (events) {
+    census->setCallbackHandle(at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&Census::begin, &Census::end)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION})));
+  }
   return census;
 }
 
@@ -146,6 +149,11 @@ std::string Census::operator_name() {
   return events_.names[working().outermost];
 }
 
+int64_t Census::peak() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return most_;
+}
+
 CensusEvents Census::events() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return events_;
@@ -156,15 +164,20 @@ void Census::reportMemoryUsage(void* block, int64_t bytes, size_t /*total*/, siz
   if (device.type() != device_.type() || (device.has_index() && device_.has_index() && device != device_))
     return;
   const auto id = static_cast<int64_t>(reinterpret_cast<uintptr_t>(block));
-  if (device.is_cpu()) {
+  {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (bytes > 0) {
-      seen_.insert(id);
-    } else if (seen_.erase(id) == 0) {
-      return;  // from before: torch may give the size of an earlier block at this address
+    const auto found = live_.find(id);
+    // Of the CPU, what was there before: torch may give the size of an earlier block at this address.
+    if (found == live_.end() && bytes < 0 && device.is_cpu()) return;
+    now_ += bytes;
+    if (found != live_.end()) {
+      if (bytes > 0) now_ -= found->second;  // released by a thread that the census does not see
+      live_.erase(found);
     }
+    if (bytes > 0) live_.emplace(id, bytes);
+    most_ = std::max(most_, now_);
   }
-  add(CensusKind::kMemory, bytes, id);
+  if (keep_) add(CensusKind::kMemory, bytes, id);
 }
 
 void Census::reportOutOfMemory(int64_t bytes, size_t /*total*/, size_t /*reserved*/, c10::Device device) {

@@ -18,7 +18,6 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 namespace patchconv {
@@ -39,9 +38,9 @@ struct CensusEvents {  // one entry per event, in order
 class Census : public torch::profiler::impl::ProfilerStateBase {
  public:
   // `count`: time is the number of operators that have begun, and memory() alone reports memory, as for fake
-  // tensors. Else time is in nanoseconds and allocators report memory too. std::runtime_error if one
-  // is running.
-  static std::shared_ptr<Census> start(c10::Device device, bool count);
+  // tensors. Else time is in nanoseconds and allocators report memory too. `events`: whether events are kept,
+  // or the peak alone, whatever the number of allocations. std::runtime_error if one is running.
+  static std::shared_ptr<Census> start(c10::Device device, bool count, bool events);
   void stop();
 
   void enter(int64_t id);
@@ -49,6 +48,7 @@ class Census : public torch::profiler::impl::ProfilerStateBase {
   void memory(int64_t block, int64_t bytes);  // an allocation, or a release if `bytes` is negative
   std::string operator_name();  // the outermost one that runs on this thread, since the last enter()
   CensusEvents events();
+  int64_t peak();  // the most bytes that allocators have given out since the census began
 
   void reportMemoryUsage(void* block, int64_t bytes, size_t total, size_t reserved,
                          c10::Device device) override;
@@ -58,19 +58,20 @@ class Census : public torch::profiler::impl::ProfilerStateBase {
   }
 
  private:
-  Census(c10::Device device, bool count);
+  Census(c10::Device device, bool count, bool keep);
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function);
   static void end(const at::RecordFunction& function, at::ObserverContext* context);
   void add(CensusKind kind, int64_t bytes, int64_t id);
   int64_t number(const char* name);
 
   const c10::Device device_;
-  const bool count_;
+  const bool count_, keep_;
   std::mutex mutex_;
   int64_t began_ = 0;
   CensusEvents events_;
   std::unordered_map<std::string, int64_t> numbers_;
-  std::unordered_set<int64_t> seen_;  // blocks of the CPU that were allocated since the census began
+  std::unordered_map<int64_t, int64_t> live_;  // bytes of the blocks that were allocated since it began
+  int64_t now_ = 0, most_ = 0;
 };
 
 }  // namespace patchconv

@@ -146,7 +146,7 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     found = replay.found
     kinds, times, sizes, ids, ops = (events[key] for key in ("kind", "time", "bytes", "id", "op"))
     operators = [operator_name(name) for name in events["names"]]
-    deltas = changes(events)
+    deltas = _deltas(kinds, sizes, ids)
     levels = list(accumulate(deltas, initial=base))
     top = max(range(len(levels)), key=levels.__getitem__) - 1
     live: dict[int, tuple[str, str, str, int]] = {}
@@ -185,13 +185,13 @@ def timeline(events: dict[str, Any], base: int, names: list[str], scale: float, 
     return found
 
 
-def changes(events: dict[str, Any]) -> list[int]:
+def _deltas(kinds: list[int], sizes: list[int], blocks: list[int]) -> list[int]:
     """By how much each event changes the bytes held. A block that is given out again while it seems to be held was
     released by a thread that the census does not see, such as gloo's: it counts once.
     """
     deltas = []
     live: dict[int, int] = {}
-    for kind, size, block in zip(events["kind"], events["bytes"], events["id"], strict=True):
+    for kind, size, block in zip(kinds, sizes, blocks, strict=True):
         if kind != MEMORY:
             deltas.append(0)
             continue

@@ -15,6 +15,7 @@ from support.modules import Made
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native import _library
 from patchconv_native.memory import timeline, trace
 from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.memory.sizes import total
@@ -363,6 +364,19 @@ def test_what_other_threads_release_counts_once() -> None:
     found = timeline.timeline(given | {"op": [0] * 4, "names": [""]}, 0, [], 1.0, {})
     assert [bytes for _, bytes in found.curve] == [0, 100, 160, 160, 60]
     assert found.peak.bytes == 160 == sum(held.bytes for held in found.peak.held)
+
+
+def test_the_peak_without_events_is_that_of_the_events() -> None:
+    model, x = residual(), torch.randn(2, 3, 24, 24)
+    call = lambda: model(x).sum().backward()  # noqa: E731
+    call()  # gradients are there from here on
+    census = _library.load().Census("cpu", False)
+    try:
+        call()
+    finally:
+        census.stop()
+    found = timeline.timeline(census.events(), 0, [], 1.0, {}).peak.bytes
+    assert found == census.peak() == allocated_peak(call) > 100_000
 
 
 def test_releases_of_what_was_there_before_do_not_count() -> None:
