@@ -17,6 +17,7 @@
 #include "core/build_facts.h"
 #include "core/conv_rules.h"
 #include "core/settings.h"
+#include "core/strips.h"
 #include "memory/census.h"
 #include "ops/conv_rooms.h"
 #include "ops/explain.h"
@@ -273,6 +274,47 @@ void bind_census(py::module& m) {
       .def("events", &census_events);
 }
 
+void bind_strips(py::module& m) {
+  using namespace patchconv;
+  auto strips =
+      m.def_submodule("strips", "core/strips.h: memory while a network is computed strip by strip.");
+  strips.def("copies_rest", &copies_rest, py::arg("rest"), py::arg("length"));
+  strips.def("makes_room", &makes_room, py::arg("rest"), py::arg("length"));
+  py::class_<CountedRows>(strips, "CountedRows", "Rows of a value that are there, with lengths alone.")
+      .def(py::init<int64_t, bool>(), py::arg("row"), py::arg("together") = true)
+      .def(py::init<const CountedRows&>())
+      .def_readwrite("widest", &CountedRows::widest)
+      .def_property_readonly("bytes", &CountedRows::bytes)
+      .def("add", &CountedRows::add, py::arg("length"))
+      .def(
+          "state",
+          [](const CountedRows& rows) {
+            const auto& begins = rows.begins();
+            const py::bytes pieces(reinterpret_cast<const char*>(begins.data()),
+                                   begins.size() * sizeof(int64_t));
+            return py::make_tuple(rows.end(), rows.bytes(), rows.below(), pieces);
+          },
+          "All that what follows depends on.");
+  py::class_<StripRead>(strips, "Read", "What a step reads of a value.")
+      .def(py::init([](std::vector<RowRange> ranges, int64_t copies, int rows, int drops,
+                       std::vector<int64_t> keep) {
+             return StripRead{std::move(ranges), copies, rows, drops, std::move(keep)};
+           }),
+           py::kw_only(), py::arg("ranges"), py::arg("copies"), py::arg("rows"), py::arg("drops"),
+           py::arg("keep"));
+  py::class_<StripStep>(strips, "Step", "Calls that are computed row by row, one after the other.")
+      .def(py::init([](std::vector<RowRange> rows, int64_t peak, int64_t result, int64_t aside, bool asks,
+                       bool views, int room, std::vector<std::pair<int, bool>> keeps,
+                       std::vector<StripRead> reads) {
+             return StripStep{std::move(rows), peak, result,           aside,           asks,
+                              views,           room, std::move(keeps), std::move(reads)};
+           }),
+           py::kw_only(), py::arg("rows"), py::arg("peak"), py::arg("result"), py::arg("aside"),
+           py::arg("asks"), py::arg("views"), py::arg("room"), py::arg("keeps"), py::arg("reads"));
+  strips.def("peak", &peak_of_strips, py::arg("steps"), py::arg("rows"), py::arg("strips"),
+             "The most bytes above what is there before, and how many more are there afterwards.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -320,4 +362,5 @@ PYBIND11_MODULE(_C, m) {
         py::arg("pass_"), "How a convolution of these sizes would be computed.");
   bind_census(m);
   bind_geometry(m);
+  bind_strips(m);
 }

@@ -193,7 +193,7 @@ class Planner:
             key = *which, number, patient
             if key not in self._found:
                 sweep, costs = self.cut(base, number, patient)
-                after = {v: one.copy() for v, one in there.items()}
+                after = {v: type(one)(one) for v, one in there.items()}
                 peak = sweep_peak(self.graph, self.kinds, sweep, costs, after, self.outside)
                 self._found[key] = peak, after, answers_bytes(sweep, costs)
             found = self._found[key]

@@ -4,8 +4,6 @@ by counting the rows that are there.
 
 from __future__ import annotations
 
-import bisect
-import copy
 import dataclasses
 import itertools
 import math
@@ -15,13 +13,13 @@ from typing import Any
 
 import torch
 
+from .._library import load
 from ..memory.fake import Storages
 from ..memory.sizes import tensors
 from ..spatial.layout import layout
 from .chains import run_chain
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
 from .record import Graph
-from .rows import copies_rest, makes_room
 from .stores import Where, extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
@@ -64,12 +62,12 @@ Boxes = dict[int, list[Region]]
 
 
 def rough_cost(graph: Graph, kinds: Kinds, step: Step, known: Known) -> Cost:
-    """About what `cost_of` finds, from what a band as wide as the image takes."""
+    """About what `cost_of` finds, from what the strip of the most rows takes in a band as wide as the image."""
     wholes = {v: whole_region(graph, kinds, v) for v in step.reads}
     outputs = [v for v in graph.calls[step.call].outputs if v in kinds.dims]
     whole = whole_region(graph, kinds, outputs[0])[1:] if outputs else next(iter(wholes.values()))[1:]
     there = {v: [region[1:]] for v, region in wholes.items()}
-    cost = cost_of(graph, kinds, dataclasses.replace(step, across=[whole], reads_across=there), known, {})
+    cost = cost_of(graph, kinds, dataclasses.replace(step, across=[whole], reads_across=there), known, {}, rough=True)
     share = max(places(box) for box in step.across) / places(whole)
     for v, boxes in step.reads_across.items():
         share = max(share, max(places(box) for box in boxes) / places(wholes[v][1:]))
@@ -80,14 +78,19 @@ def places(box: Region) -> int:
     return math.prod(_lengths(box))
 
 
-def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes) -> Cost:
-    """known: what was found before, for steps like this one of as many rows. made: as of the step's sweep."""
+def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes, rough: bool = False) -> Cost:
+    """known: what was found before, for steps like this one of as many rows. made: as of the step's sweep. rough: only
+    one of the strips with the most rows is looked at.
+    """
     there = [k for k, (low, high) in enumerate(step.rows) if low < high] or [0]
+    first, last, fetches = there[0], there[-1], kinds.fetches[step.call]
+    if rough:
+        there = [max(there, key=lambda k: step.rows[k][1] - step.rows[k][0])]
     strips: dict[Any, int] = {}
     for strip in there:  # more rows may need less: a convolution of few goes to another library
         low, high = step.rows[strip]
-        reads = tuple(b - a for a, b in (ranges[strip] for ranges in step.reads.values()))
-        border = kinds.fetches[step.call] and (strip == there[0], strip == there[-1])  # padding is joined to the rows
+        reads = tuple([ranges[strip][1] - ranges[strip][0] for ranges in step.reads.values()])
+        border = fetches and (strip == first, strip == last)  # padding is joined to the rows
         strips.setdefault((high - low, reads, border), strip)
     costs = []
     for (one, strip), (other, band) in _pairs(strips, _telling_bands(graph, kinds, step, made)):
@@ -212,71 +215,10 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
 _TAKE_VIEWS = {"add", "add_", "sub", "mul", "__add__", "__iadd__", "__radd__", "__sub__", "__mul__", "__rmul__", "cat"}
 
 
-class _CountedRows:
-    """As `Rows`, with lengths in place of tensors. `add` returns by how much the bytes grow.
-
-    widest: of one row, the bytes in the widest band.
-    """
-
-    def __init__(self, row: int, together: bool = True) -> None:
-        self.row, self._together = row, together
-        self.widest = row
-        self.end = self.bytes = self._below = 0
-        self._begins: list[int] = []
-
-    def add(self, length: int) -> int:
-        self._begins.append(self.end)
-        self.end += length
-        self.bytes += length * self.row
-        return length * self.row
-
-    def room(self, length: int) -> int:
-        """Bytes of the memory in which these rows are written behind the ones that are still needed; 0: there is none.
-        All is one piece then.
-        """
-        begin = max(self._below, self._begins[0]) if self._begins else self.end
-        if not makes_room(self.end - begin, length):
-            return 0
-        self._begins = [begin]
-        self.end += length
-        self.bytes = (self.end - begin) * self.row
-        return self.bytes
-
-    def copied(self, low: int, high: int, views: bool) -> int:
-        """Bytes of the copy that reading these rows makes. views: whether the function that reads them takes some rows
-        of a tensor as they are; others make a copy where these do not lie together.
-        """
-        piece = bisect.bisect_right(self._begins, low)
-        end = self._begins[piece] if piece < len(self._begins) else self.end
-        begin = self._begins[piece - 1] if piece else low
-        at_once = high <= end and (views or self._together or (low, high) == (begin, end))
-        return 0 if at_once else (high - low) * self.row
-
-    def copy(self) -> _CountedRows:
-        made = copy.copy(self)
-        made._begins = list(self._begins)
-        return made
-
-    def state(self) -> tuple[int, ...]:
-        """All that what follows depends on."""
-        return self.end, self.bytes, self._below, hash(tuple(self._begins))
-
-    def drop(self, below: int) -> tuple[int, int]:
-        """How many bytes are let go of, and how many of them are still there while the rows that stay are copied."""
-        before, self._below, held = self.bytes, below, 0
-        gone = max(bisect.bisect_right(self._begins, below) - 1, 0)  # whole pieces before the one that holds `below`
-        if self.end <= below:
-            gone = len(self._begins)
-        elif self._begins and self._begins[gone] < below:
-            begin, end = self._begins[gone], [*self._begins[gone + 1 : gone + 2], self.end][0]
-            if copies_rest(end - below, end - begin):
-                self._begins[gone], held = below, (end - begin) * self.row
-        del self._begins[:gone]
-        self.bytes = (self.end - self._begins[0]) * self.row if self._begins else 0
-        return before - self.bytes, held
-
-
-Stored = dict[int, _CountedRows]
+_strips = load().strips
+_NONE = -1
+Stored = dict[int, Any]
+"""Of each value its `CountedRows` (core/strips.h): rows that are there, with lengths in place of tensors."""
 
 
 def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside) -> int:
@@ -295,7 +237,7 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
         most, there = max(most, there + peak), there + more
     if sweep.bands > 1:  # rows are there until the end
         for v in sweep.stores:
-            stored[v] = _CountedRows(row_bytes(graph, kinds, v))
+            stored[v] = _strips.CountedRows(row_bytes(graph, kinds, v))
             stored[v].add(graph.fakes[v].size(kinds.dims[v]))
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
@@ -310,8 +252,8 @@ def _band_peak(
     changed where there is one band.
     """
 
-    def counted(v: int, boxes: Boxes) -> _CountedRows:
-        return _CountedRows(row_bytes(graph, kinds, v, boxes[v][band]), rows_lie_together(graph, kinds, v))
+    def counted(v: int, boxes: Boxes) -> Any:
+        return _strips.CountedRows(row_bytes(graph, kinds, v, boxes[v][band]), rows_lie_together(graph, kinds, v))
 
     buffers = {v: counted(v, sweep.made) for v in sweep.ready if v in sweep.last_read}
     stores = {v: counted(v, sweep.own) for v in sweep.stores}
@@ -321,39 +263,32 @@ def _band_peak(
         if outside.counted:
             held = stored | buffers
             drops |= {v: stored[v] for v in sweep.frees}
-    copies = [_copies(graph, kinds, sweep, step, band, held, stored, outside) for step in sweep.steps]
-    views = [graph.calls[step.call].by_place or graph.calls[step.call].name in _TAKE_VIEWS for step in sweep.steps]
-    most = there = 0
-    asides = [_aside(graph, kinds, sweep, step, outside) for step in sweep.steps]
-    for strip in range(sweep.strips):
-        for place, step in enumerate(sweep.steps):
-            low, high = step.rows[strip]
-            if low < high:
-                copied, aside = 0, asides[place]
-                for v, ranges in step.reads.items():
-                    begin, end = ranges[strip]
-                    copied += (end - begin) * copies[place][v]
-                    if v in held:
-                        copied += held[v].copied(begin, end, views[place])
-                most = max(most, there + copied + max(costs[place].peak, costs[place].result + aside))
-                made = graph.calls[step.last].outputs
-                rows = buffers[made[0]] if made[0] in sweep.rooms else None
-                before = 0 if rows is None else rows.bytes
-                if step.asks:
-                    there += 2 * costs[place].result  # joined at the end
-                elif rows is not None and (room := rows.room(high - low)):
-                    most = max(most, there + copied + costs[place].result + room)
-                    there += room - before
-                else:
-                    for v in made:
-                        there += buffers[v].add(high - low) if v in buffers else 0
-                        if v in stores:
-                            there += stores[v].add(high - low) * outside.counted
-            for v in step.reads:
-                if sweep.last_read[v] == place and v in drops:
-                    gone, beside = drops[v].drop(sweep.keep[v][strip])
-                    there -= gone
-                    most = max(most, there + beside)
+    everything = [*buffers.values(), *stores.values(), *stored.values()]
+    numbers = {id(rows): number for number, rows in enumerate(everything)}
+
+    def number(some: Stored, v: int) -> int:
+        return numbers[id(some[v])] if v in some else _NONE
+
+    steps = []
+    for place, (step, cost) in enumerate(zip(sweep.steps, costs, strict=True)):
+        copies, made = _copies(graph, kinds, sweep, step, band, held, stored, outside), graph.calls[step.last].outputs
+        reads = [
+            _strips.Read(
+                ranges=ranges, copies=copies[v], rows=number(held, v),
+                drops=number(drops, v) if sweep.last_read[v] == place else _NONE, keep=sweep.keep[v],
+            )
+            for v, ranges in step.reads.items()
+        ]  # fmt: skip
+        keeps = [(number(buffers, v), True) for v in made] + [(number(stores, v), outside.counted) for v in made]
+        steps.append(
+            _strips.Step(
+                rows=step.rows, peak=cost.peak, result=cost.result, aside=_aside(graph, kinds, sweep, step, outside),
+                asks=step.asks, views=_takes_views(graph, step), reads=reads,
+                room=number(buffers, made[0]) if made[0] in sweep.rooms else _NONE,
+                keeps=[(place, counts) for place, counts in keeps if place != _NONE],
+            )
+        )  # fmt: skip
+    most, there = _strips.peak(steps, everything, sweep.strips)
     return most, there
 
 
@@ -362,7 +297,7 @@ def _copies(
 ) -> dict[int, int]:
     """Of each value that a step reads, how many bytes are copied for each row of it, besides what `held` copies."""
     found = {}
-    views = graph.calls[step.call].by_place or graph.calls[step.call].name in _TAKE_VIEWS or kinds.fetches[step.call]
+    views = _takes_views(graph, step) or kinds.fetches[step.call]
     for v, boxes in step.reads_across.items():
         row = row_bytes(graph, kinds, v, boxes[band])
         if v not in held:
@@ -373,6 +308,12 @@ def _copies(
             part = v in sweep.made and boxes[band] != sweep.made[v][band]
             found[v] = row if part and not views else 0
     return found
+
+
+def _takes_views(graph: Graph, step: Step) -> bool:
+    """Whether a step takes some rows of a tensor as they are."""
+    call = graph.calls[step.call]
+    return call.by_place or call.name in _TAKE_VIEWS
 
 
 def answers_bytes(sweep: Sweep, costs: list[Cost]) -> list[int]:

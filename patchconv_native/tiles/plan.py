@@ -122,12 +122,23 @@ class Wishes:
 def strips_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
     """A plan of strips that are as wide as the image, unless `tile` asks for others. dims: along which dimensions
     images may be cut, rows first. BudgetError, with the least budget that would do, where none fits.
+
+    For a budget, strips are chosen by what about they take, and then it is found what they do take.
     """
     kinds = kinds_of(graph, dims[: max(len(wishes.tile), 1)])
     widths = [Fraction(min(n, size), size) for n, size in zip(wishes.tile, _result_sizes(graph, kinds), strict=False)]
-    planner = Planner(graph, kinds, wishes.outside, widths[1:], {})
-    strips = math.ceil(1 / widths[0]) if widths else None
-    return _checked(_plan(planner, wishes, *_found(planner, _room(planner, wishes), strips)))
+    known: Known = {}
+    planner = Planner(graph, kinds, wishes.outside, widths[1:], known)
+    room = _room(planner, wishes)
+    if widths or room is None:
+        strips = math.ceil(1 / widths[0]) if widths else None
+        return _checked(_plan(planner, wishes, *_found(planner, room, strips)))
+    rough = Planner(graph, kinds, wishes.outside, [], known, rough=True)
+    stored, choice = _found(rough, room, None)
+    plan = _plan(planner, wishes, stored, planner.choose(stored, None, cuts=choice.cuts))
+    if max(choice.peaks) <= room and not fits(plan):  # what it does take is more
+        plan = _plan(planner, wishes, *_found(planner, room, None))
+    return _checked(plan)
 
 
 def bands_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
@@ -190,8 +201,8 @@ def fits(plan: TilePlan) -> bool:
 def _checked(plan: TilePlan) -> TilePlan:
     if not fits(plan):
         raise BudgetError(
-            f"tile: a budget of {format_bytes(plan.budget or 0)} is too small: {plan.name} needs "
-            f"{format_bytes(plan.needs)} ({plan.needs} bytes) at least here"
+            f"tile: a budget of {format_bytes(plan.budget or 0)} is too small for {plan.name} here: the least that was "
+            f"found is {format_bytes(plan.needs)} ({plan.needs} bytes)"
             + (f", with store={plan.store!r}" if plan.stored else ""),
             plan.needs, plan,
         )  # fmt: skip

@@ -37,16 +37,19 @@ class Reach:
         """Whether each row of the result reads the same row of the arguments."""
         return not self.high and self.factor == 1
 
-    def ready(self, arguments: dict[int, int]) -> int:
-        """How many rows of the result can be computed when this many rows of the arguments are there."""
-        rows = self.size
+    def ready(self, arguments: dict[int, list[int]]) -> list[int]:
+        """How many rows of the result can be computed when these many rows of the arguments are there: for each number
+        of the lists.
+        """
+        found = [self.size] * len(next(iter(arguments.values())))
         for v, there in arguments.items():
             if v in self.high:
-                cells = bisect.bisect_right(self.high[v], there)
-                rows = min(rows, cells * self.cell)
+                high, cell = self.high[v], self.cell
+                can = [bisect.bisect_right(high, rows) * cell for rows in there]
             else:
-                rows = min(rows, there * self.factor)
-        return rows
+                can = [rows * self.factor for rows in there]
+            found = list(map(min, found, can))
+        return found
 
     def reads(self, v: int, rows: Range) -> Range:
         """What rows of the result read of an argument."""

@@ -5,17 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._library import load
 from ..spatial.layout import empty, order
 
-
-def copies_rest(rest: int, length: int) -> bool:
-    """Whether the rows that are still needed of a piece are copied, so that the piece can be let go."""
-    return rest * 2 <= length
-
-
-def makes_room(rest: int, length: int) -> bool:
-    """Whether new rows are written behind a copy of the ones that are still needed, so that both are read as one."""
-    return 0 < rest * 2 <= length
+_strips = load().strips
 
 
 class Rows:
@@ -33,7 +26,7 @@ class Rows:
         length = like.size(self._dim)
         begin = max(self._below, self._pieces[0][0]) if self._pieces else self.end
         rest = self.end - begin
-        if not makes_room(rest, length):
+        if not _strips.makes_room(rest, length):
             return None
         whole = empty(like, self._dim, rest + length, order(like))
         whole.narrow(self._dim, 0, rest).copy_(self.read(begin, self.end))
@@ -76,7 +69,7 @@ class Rows:
                 del self._pieces[0]
                 continue
             rest = begin + length - below
-            if copies_rest(rest, length):
+            if _strips.copies_rest(rest, length):
                 self._pieces[0] = below, piece.narrow(self._dim, length - rest, rest).clone()
             return
 

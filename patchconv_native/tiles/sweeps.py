@@ -158,8 +158,7 @@ def cut_into(
     ends: list[list[int]] = []
     for step, period in zip(base.steps, periods, strict=True):
         call, table = graph.calls[step.call], reach(step.call)
-        given = {v: ready[v] for v in call.inputs if v in kinds.dims}
-        can = [table.ready({v: rows[k] for v, rows in given.items()}) for k in range(strips - 1)]
+        can = table.ready({v: ready[v][: strips - 1] for v in call.inputs if v in kinds.dims})
         if period > 1:
             after = [(k + 1) // period * period - 1 for k in range(strips - 1)]  # the last strip in which it ran
             can = [can[k] if k >= 0 else 0 for k in after]
@@ -203,9 +202,9 @@ def _finish(
     while True:
         before = list(done)
         for place, (step, table) in enumerate(zip(base.steps, tables, strict=True)):
-            there = {v: ready[v][-1] for v in graph.calls[step.call].inputs if v in kinds.dims}
+            there = {v: ready[v][-1:] for v in graph.calls[step.call].inputs if v in kinds.dims}
             limit = -(-(done[place] + most[place] * 5 // 4) // table.cell) * table.cell
-            done[place] = min(table.ready(there), limit)
+            done[place] = min(*table.ready(there), limit)
             ends[place].append(done[place])
         if done == sizes:
             return
