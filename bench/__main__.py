@@ -28,6 +28,7 @@ SCRIPTS = (
     "article",
     "whole_models",
     "tile",
+    "tile_speed",
     "from_disk",
     "memory_trace",
     "spatial",

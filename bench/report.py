@@ -59,6 +59,7 @@ REPORTS = {
     ),
     "whole_models": Report("Whole models: memory of a call", report_whole_models.sections),
     "tile": Report("Whole networks strip by strip", report_tile.sections, report_tile.figure),
+    "tile_speed": Report("Strips beside one call: time", report_tile.speed),
     "from_disk": Report("A gigapixel image from a file into a file", report_from_disk.sections),
     "memory_trace": Report("Traces, predictions and plans, on the CPU", report_memory.sections),
     "spatial": Report("One image on several ranks", report_spatial.sections, report_spatial.figure),

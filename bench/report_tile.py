@@ -1,4 +1,4 @@
-"""The table and the figure of what bench.tile measured."""
+"""The tables and the figure of what bench.tile and bench.tile_speed measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from .drawing import COLOURS, bare, canvas, foot
 from .measure import MIB
-from .tables import Row, Section, mib
+from .tables import Row, Section, mib, spread, verdict
 
 TITLES = {
     "features": "ResNet-18 features", "mobilenet": "MobileNetV2 features", "unet": "U-Net",
@@ -22,6 +22,30 @@ TEXT = (
     "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
     "since stock does not fit."
 )
+
+
+SPEED = (
+    "Float32, batch 1, random weights, no gradients, no budget. Ratio: time of `pc.tile_modules(model)` in units of "
+    "stock's, median (least to most) of rounds in turn. Peak: the most that torch allocates in a call above the "
+    "input, the parameters and the result. Target: of the ratio, as set before this was measured."
+)
+
+
+def speed(data: Row) -> Iterator[Section]:
+    yield Section(
+        SPEED,
+        ["network", "side", "layout", "stock, s", "tile, s", "ratio", "target", "peak, MiB: stock", "tile"],
+        [
+            [
+                row["net"], row["side"], row["layout"], f"{row['ms']['stock']['median'] / 1e3:.2f}",
+                f"{row['ms']['tile']['median'] / 1e3:.2f}", spread(row["ratio"]["tile"]),
+                "" if row["target"] is None
+                else f"{row['target']} ({verdict(row['ratio']['tile']['median'] <= row['target'])})",
+                mib(row["peaks"]["stock"]), mib(row["peaks"]["tile"]),
+            ]
+            for row in data["rows"]
+        ],
+    )  # fmt: skip
 
 
 def _pixels(row: Row) -> float:

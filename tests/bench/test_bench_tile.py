@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import measure, tile
+from bench import measure, tile, tile_speed
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +35,14 @@ def test_values_in_files_are_not_in_the_peak() -> None:
 def test_stock_is_predicted() -> None:
     found = tile.called("unet", "stock", 128)["peak"]
     assert 0.95 < tile.predicted("unet", 128)["peak"] / found < 1.05
+
+
+def test_speed_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "in_fresh_process", lambda target, timeout, **given: tile_speed.measured(**given))
+    data = results("tile_speed", "--only", "U-Net", "MobileNetV2")
+    assert [(row["net"], row["layout"]) for row in data["rows"]] == [
+        (net, layout) for net in ("U-Net", "MobileNetV2") for layout in ("NCHW", "channels_last")
+    ]
+    assert all(row["ms"]["tile"]["least"] > 0 and row["peaks"]["tile"] > 0 for row in data["rows"])
+    assert [row["target"] for row in data["rows"]] == [None, None, 0.4, 0.45]
+    assert "| MobileNetV2 | 128 | NCHW |" in data["text"]
