@@ -33,9 +33,8 @@ FILES = "tile, files"
 EXACT = {"full": 512, "tiny": 64}
 """The side at which errors are taken: float64 is slow."""
 STOCK_FITS = 9 * GIB
-ONCE = {"decoder": 10e6}
-"""Of each case: images with more pixels than this are computed once, in the form that takes the least."""
-ONCE_ELSE = 100e6
+ONCE = dict.fromkeys(MODELS.values(), 100e6) | {"decoder": 10e6}
+"""Images with more pixels than this are computed once, in the form that takes the least."""
 CALLS_TIMED = 3
 ENOUGH = 30.0
 """After this many seconds no further call is timed."""
@@ -78,7 +77,7 @@ def called(case: str, form: str, side: int) -> dict[str, Any]:
 
 def once(case: str, side: int) -> bool:
     """Whether there is time for one call only."""
-    return side**2 > ONCE.get(case, ONCE_ELSE)
+    return side**2 > ONCE[case]
 
 
 def measured(call: Callable[[], Tensor], once: bool) -> dict[str, Any]:

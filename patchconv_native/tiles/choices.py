@@ -38,6 +38,11 @@ def largest_value(graph: Graph, kinds: Kinds, sweep: Sweep) -> tuple[int, int]:
     return max(values, key=lambda v: bytes_of(graph, v)), max(graph.fakes[v].size(kinds.dims[v]) for v in values)
 
 
+def fits_a_strip(graph: Graph) -> bool:
+    """Whether every value does: then no more than one strip is wanted for speed."""
+    return all(bytes_of(graph, v) <= STRIP for v in range(len(graph.fakes)))
+
+
 Cut = tuple[int, int, bool]
 """The number of a sweep, its strips, and whether small steps wait for several of them."""
 _Found = tuple[int, Stored, list[int]]

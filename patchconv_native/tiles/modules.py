@@ -15,14 +15,17 @@ from torch.utils._pytree import tree_leaves
 from .._bytes import parse_bytes
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments
+from .choices import fits_a_strip
 from .plan import TilePlan
 from .record import Recorded, autocast_of
-from .tiling import check_gradients, plan_call, run_plan
+from .tiling import check_gradients, plan_graph, record_call, run_plan
 
 OWNER = "tile_modules"
 _KEPT = 4
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, Any]]] = weakref.WeakKeyDictionary()
 """Beside each plan, what its key has numbers of: objects that live have numbers of their own."""
+_small: weakref.WeakKeyDictionary[nn.Module, list[list[Tensor]]] = weakref.WeakKeyDictionary()
+"""Images, without data, that are too small for strips to be faster than one call."""
 
 
 class _Tiled(Wrapped):
@@ -40,11 +43,24 @@ class _Tiled(Wrapped):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
         check_gradients(OWNER, self, arguments)
+        if self._budget is None and _is_small(self, arguments.images):
+            return inner(*args, **kwargs)
         plan = _plan_for(self, inner, arguments, self._budget)
-        if self._budget is None and all(sweep.strips == 1 for sweep in plan.sweeps):
-            plan.graph.undo()
-            return inner(*args, **kwargs)  # too small for strips to be faster
+        if plan is None:
+            small = _small.setdefault(self, [])
+            small[:] = [*small[1 - _KEPT :], [image.detach().to("meta") for image in arguments.images]]
+            return inner(*args, **kwargs)
         return run_plan(plan, arguments)
+
+
+def _is_small(module: nn.Module, images: list[Tensor]) -> bool:
+    """Whether images like these, and not smaller ones, were too small for strips."""
+    return any(len(known) == len(images) and all(map(_is_no_larger, images, known)) for known in _small.get(module, ()))
+
+
+def _is_no_larger(image: Tensor, other: Tensor) -> bool:
+    same = image.dtype == other.dtype and image.dim() == other.dim()
+    return same and all(a <= b for a, b in zip(image.shape, other.shape, strict=True))
 
 
 _NO_SETTINGS = {"_parameters", "_buffers", "_modules"}
@@ -73,12 +89,17 @@ def _key(module: nn.Module, arguments: Arguments) -> Any:
     )  # fmt: skip
 
 
-def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan:
+def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan | None:
+    """None, without a budget, for images that are too small for strips to be faster."""
     known = _plans.setdefault(module, {})
     key = (budget, _key(module, arguments))
     if key in known:
         return known[key][0]
-    found = plan_call(OWNER, module, inner, arguments, budget, keep_changes=True)
+    graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
+    found = None if budget is None and fits_a_strip(graph) else plan_graph(OWNER, module, graph, arguments, budget)
+    if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
+        graph.undo()
+        return None
     if found.graph.repeatable and arguments.rest() is not None:
         while len(known) >= _KEPT:
             del known[next(iter(known))]
@@ -129,4 +150,5 @@ def tile_modules(
     )  # fmt: skip
     for module in model.modules():
         _plans.pop(module, None)
+        _small.pop(module, None)
     return changed

@@ -104,18 +104,36 @@ def plan_call(
 ) -> TilePlan:  # fmt: skip
     """Records forward(*arguments), of a module or of a function, and plans it. out_later: `out` follows at the call."""
     room = None if budget is None else parse_bytes(budget, f"{owner}: budget")
-    images, dims = arguments.images, arguments.dims
-    tiles = _tile_sizes(owner, tile, dims)
-    if any(math.prod(image.shape) == 0 for image in images):
-        raise ValueError(f"{owner}: expected images with elements, got {[tuple(image.shape) for image in images]}")
-    device = _device_of(module, images[0])
-    check_store(owner, store, device)
-    sources = [Source(owner, image, device) for image in images]
-    shapes = [(source.shape, source.dtype, source.strides) for source in sources]
+    tiles = _tile_sizes(owner, tile, arguments.dims)
+    check_store(owner, store, _device_of(module, arguments.images[0]))
+    graph = record_call(owner, module, forward, arguments, keep_changes)
+    return plan_graph(owner, module, graph, arguments, room, tiles, store, out, out_later)
+
+
+def record_call(
+    owner: str, module: Any, forward: Callable[..., Any], arguments: Arguments, keep_changes: bool
+) -> Graph:
+    if any(math.prod(image.shape) == 0 for image in arguments.images):
+        shapes = [tuple(image.shape) for image in arguments.images]
+        raise ValueError(f"{owner}: expected images with elements, got {shapes}")
+    device = _device_of(module, arguments.images[0])
+    sources = [Source(owner, image, device) for image in arguments.images]
     graph = record(
-        module, shapes, device, lambda values: arguments.record(forward, values), arguments.objects(), keep_changes
-    )
+        module, [(source.shape, source.dtype, source.strides) for source in sources], device,
+        lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
+    )  # fmt: skip
     fold_norms(graph)
+    return graph
+
+
+def plan_graph(
+    owner: str, module: Any, graph: Graph, arguments: Arguments, room: int | None, tiles: tuple[int, ...] = (),
+    store: Where = "device", out: Any = None, out_later: bool = False,
+) -> TilePlan:  # fmt: skip
+    """Plans a graph of `record_call`. room: the budget. tiles: as of `_tile_sizes`."""
+    images, dims = arguments.images, arguments.dims
+    device = _device_of(module, images[0])
+    sources = [Source(owner, image, device) for image in images]
     if out is not None:
         check_out(owner, out, graph, images)
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")

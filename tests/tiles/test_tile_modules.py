@@ -115,6 +115,27 @@ def test_small_images_run_the_modules_own_forward(net: Net) -> None:
 
 
 @torch.no_grad()
+def test_small_images_are_recorded_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no smaller ones: planning takes longer than a call of a small image."""
+    recorded = []
+    record = tiled.record_call
+    monkeypatch.setattr(tiled, "record_call", lambda *given, **more: recorded.append(1) or record(*given, **more))
+    pc.tile_modules(net)
+    for _ in range(3):
+        net(X[:, :, :40])
+    net(X[:, :, :40, :3])
+    assert len(recorded) == 1 and not tiled._plans.get(net)
+    net(X[:, :, :41])
+    net(X[:, :, :41].repeat(2, 1, 1, 1))
+    assert len(recorded) == 3
+    net(X[:, :, :40].double().repeat(1, 1, 1, 1).float())
+    assert len(recorded) == 3
+    pc.tile_modules(net)
+    net(X[:, :, :40])
+    assert len(recorded) == 4
+
+
+@torch.no_grad()
 def test_small_images_are_counted_once_by_batch_norm() -> None:
     net = pc.tile_modules(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     net(X[:, :, :12, :12])
