@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,10 @@ def record_call(
     if any(math.prod(image.shape) == 0 for image in arguments.images):
         shapes = [tuple(image.shape) for image in arguments.images]
         raise ValueError(f"{owner}: expected images with elements, got {shapes}")
+    for name, tensor in _tensors_of(module):
+        if tensor.is_meta:
+            advice = "module.to_empty(device='cpu') is enough for a plan"
+            raise ValueError(f"{owner}: expected parameters and buffers with memory, got {name} on meta: {advice}")
     device = _device_of(module, arguments.images[0])
     sources = [Source(owner, image, device) for image in arguments.images]
     graph = record(
@@ -181,8 +185,12 @@ def _device_of(module: Any, image: Any) -> torch.device:
     own = image.device if isinstance(image, Tensor) else torch.device("cpu")
     if own.type not in ("cpu", "meta"):
         return own
-    tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
-    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    return next((t.device for _, t in _tensors_of(module) if not t.is_meta), torch.device("cpu"))
+
+
+def _tensors_of(module: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(module, nn.Module):
+        yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 @torch.no_grad()
