@@ -25,6 +25,7 @@ from .rows import copies_rest, makes_room
 from .stores import Where, extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
+from .transfers import largest_read, largest_write
 
 
 @dataclass
@@ -174,6 +175,10 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
     return Cost(peak.most, result, counted.work["flops"])
 
 
+Write = tuple[str, int]
+"""A value that is written to the host, as a "result" or as "stored"."""
+
+
 @dataclass
 class Outside:
     """What is not in the memory that the budget counts: reading it makes a copy."""
@@ -184,11 +189,34 @@ class Outside:
     """Of each input that is copied a strip at a time, how many copies there are at once."""
     result: bool = False
     """Whether the result counts."""
+    ahead: bool | None = None
+    """Whether copies between the host and the device go on while strips are computed; None: there are none."""
+    host: set[int] = field(default_factory=set)
+    """Inputs in the host's memory."""
+    written: bool = False
+    """Whether the result is written into the host's memory."""
 
     @property
     def counted(self) -> bool:
         """Whether stored values count."""
         return self.store == "device"
+
+    def reads(self, graph: Graph, sweep: Sweep) -> set[int]:
+        """What is copied to the device during a sweep."""
+        found = {v for step in sweep.steps for v in step.reads if v in sweep.sources}
+        return found & (self.host if self.counted else self.host | (found - set(graph.inputs)))
+
+    def writes(self, sweep: Sweep) -> set[Write]:
+        """What is copied from the device."""
+        stored = set() if self.counted else {("stored", v) for v in sweep.stores}
+        return stored | {("result", v) for v in sweep.results if self.written}
+
+    def beside(self, graph: Graph, kinds: Kinds, sweep: Sweep) -> int:
+        """Bytes on the device of parts that are copied while others are computed."""
+        if not self.ahead:
+            return 0
+        read = sum(largest_read(graph, kinds, sweep, v) for v in self.reads(graph, sweep))
+        return read + sum(largest_write(graph, kinds, sweep, v) for _, v in self.writes(sweep))
 
 
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
@@ -300,7 +328,7 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
         stored.pop(v, None)
-    return most
+    return most + outside.beside(graph, kinds, sweep)
 
 
 def _band_peak(
@@ -385,4 +413,8 @@ def _aside(graph: Graph, kinds: Kinds, sweep: Sweep, step: Step, outside: Outsid
     """What reading and writing a step's stored values takes besides their rows."""
     read = (v for v in step.reads if v in sweep.sources and v not in graph.inputs)
     made = (v for v in graph.calls[step.last].outputs if v in sweep.stores)
-    return max((extra(outside.store, row_bytes(graph, kinds, v)) for v in (*read, *made)), default=0)
+    most = max((extra(outside.store, row_bytes(graph, kinds, v)) for v in (*read, *made)), default=0)
+    if outside.ahead is False:  # rows with gaps are copied before they are copied to the host
+        written = [v for _, v in outside.writes(sweep) if v in graph.calls[step.last].outputs]
+        most = max([most, *(largest_write(graph, kinds, sweep, v) for v in written)])
+    return most
