@@ -142,7 +142,7 @@ class Transfers:
         with quiet:
             self._finish()
 
-    def begin(self, reads: Mapping[int, Readings], writes: Mapping[Hashable, int]) -> None:
+    def begin(self, reads: Mapping[int, Readings], writes: Mapping[Any, int]) -> None:
         """Of a sweep. writes: what is written, with the bytes of the largest part."""
         self._sizes = dict(writes)
         for v, readings in reads.items():

@@ -30,6 +30,11 @@ def poison(x: Tensor) -> None:
     torch.empty(0, dtype=torch.uint8).set_(memory, 0, (memory.nbytes(),)).fill_(255)
 
 
+def bits(x: Tensor) -> Tensor:
+    """NaN is itself there."""
+    return x.contiguous().view(torch.uint8)
+
+
 class Memory:
     """Where a tensor is, without holding it."""
 
@@ -73,6 +78,8 @@ class Streams(TorchDispatchMode):
         self.most_pinned = 0
         self._random = None if seed is None else random.Random(seed)
         self._streams: list[Stream] = []
+        self._copied: list[tuple[Stream, int, Memory, Tensor]] = []
+        """Copies that were done and of which the host may not know yet, with the rows."""
         self._pinned: dict[int, int] = {}
         self._clock, self._ours = 0, False
         self._written: dict[int, int] = {}
@@ -82,6 +89,7 @@ class Streams(TorchDispatchMode):
         super().__exit__(*error)
         for stream in self._streams:
             stream.run(stream.given)  # also what nobody has waited for happens some time
+            self._look(stream, stream.given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -132,6 +140,7 @@ class Streams(TorchDispatchMode):
         stream, moment = event
         if stream is not self.computes:
             stream.run(moment)
+            self._look(stream, moment)
         self._sometimes()
 
     def pinned(self, size: int) -> Tensor:
@@ -166,6 +175,20 @@ class Streams(TorchDispatchMode):
                 poison(into)
             else:
                 into.copy_(rows)
+                self._copied.append((stream, stream.done, source, rows.clone()))
+
+    def _look(self, stream: Stream, moment: int) -> None:
+        """The host knows of these copies by now: what they are from must not have changed before."""
+        copied, self._copied = self._copied, []
+        with self._by_itself():
+            for one in copied:
+                other, place, source, rows = one
+                if other is not stream or place > moment:
+                    self._copied.append(one)
+                    continue
+                now = source.tensor()
+                if source.key in self._pinned and (now is None or not torch.equal(bits(now), bits(rows))):
+                    self.faults.append("a buffer that is used again, or freed, while it is copied from")
 
     def _sometimes(self) -> None:
         if self._random is not None:
