@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from ..memory.sizes import tensors
 from ..spatial.layout import layout
 from .chains import run_chain
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
+from .outside import Outside, largest_write
 from .record import Graph
 from .rows import copies_rest, makes_room
-from .stores import Where, extra
+from .stores import extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
-from .transfers import largest_read, largest_write
 
 
 @dataclass
@@ -173,50 +173,6 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
             results = [needs.share]
     result = sum(t.nbytes for t in tensors([getattr(one, "_local", one) for one in results]))
     return Cost(peak.most, result, counted.work["flops"])
-
-
-Write = tuple[str, int]
-"""A value that is written to the host, as a "result" or as "stored"."""
-
-
-@dataclass
-class Outside:
-    """What is not in the memory that the budget counts: reading it makes a copy."""
-
-    store: Where
-    """Where stored values are kept."""
-    inputs: dict[int, int] = field(default_factory=dict)
-    """Of each input that is copied a strip at a time, how many copies there are at once."""
-    result: bool = False
-    """Whether the result counts."""
-    ahead: bool | None = None
-    """Whether copies between the host and the device go on while strips are computed; None: there are none."""
-    host: set[int] = field(default_factory=set)
-    """Inputs in the host's memory."""
-    written: bool = False
-    """Whether the result is written into the host's memory."""
-
-    @property
-    def counted(self) -> bool:
-        """Whether stored values count."""
-        return self.store == "device"
-
-    def reads(self, graph: Graph, sweep: Sweep) -> set[int]:
-        """What is copied to the device during a sweep."""
-        found = {v for step in sweep.steps for v in step.reads if v in sweep.sources}
-        return found & (self.host if self.counted else self.host | (found - set(graph.inputs)))
-
-    def writes(self, sweep: Sweep) -> set[Write]:
-        """What is copied from the device."""
-        stored = set() if self.counted else {("stored", v) for v in sweep.stores}
-        return stored | {("result", v) for v in sweep.results if self.written}
-
-    def beside(self, graph: Graph, kinds: Kinds, sweep: Sweep) -> int:
-        """Bytes on the device of parts that are copied while others are computed."""
-        if not self.ahead:
-            return 0
-        read = sum(largest_read(graph, kinds, sweep, v) for v in self.reads(graph, sweep))
-        return read + sum(largest_write(graph, kinds, sweep, v) for _, v in self.writes(sweep))
 
 
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:

@@ -12,8 +12,9 @@ from .._bytes import format_bytes
 from ..planner.margin import MARGIN, largest_peak, least_budget
 from ..planner.plans import BudgetError
 from .choices import Choice, Planner, largest_value
-from .costs import Known, Outside
+from .costs import Known
 from .kinds import Kinds, Region, Time, kinds_of
+from .outside import Outside
 from .record import Graph
 from .sweeps import Sweep, bytes_of
 

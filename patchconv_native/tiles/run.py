@@ -15,7 +15,6 @@ from ..spatial import Range
 from ..spatial.layout import in_layout_of, layout
 from .arrays import Sink, Source
 from .chains import run_chain
-from .costs import Outside
 from .journal import Journal, State, resumed, rows_in_files
 from .kinds import (
     Kinds,
@@ -28,12 +27,13 @@ from .kinds import (
     part_of,
     whole_region,
 )  # fmt: skip
+from .outside import Outside, largest_read, largest_write
 from .record import Graph
 from .rows import Rows
 from .stores import Kept, Store
 from .strips import Asked, NeedsWhole, local_of, part_cuts, run_part, run_whole
 from .sweeps import Step, Sweep
-from .transfers import Part, Readings, Transfers, largest_read, largest_write
+from .transfers import Part, Readings, Transfers
 
 
 @dataclass

@@ -17,9 +17,9 @@ from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from .arguments import Arguments
 from .arrays import Sink, Source, check_out, is_array, on_host
-from .costs import Outside
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
+from .outside import Outside
 from .plan import TilePlan, Wishes, bands_of, strips_of
 from .record import Graph, Ref, record
 from .run import Run, run_between, run_sweep, take_up

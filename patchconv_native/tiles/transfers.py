@@ -3,7 +3,7 @@ one before it is computed, and what it gives is written while the next one is.
 
 Each direction has a stream of its own beside the one that computes, and page-locked ("pinned") buffers, from and to
 which a device copies by itself: two for each value that is read, one for each that is written, as large as the largest
-part. On the device there is one part more of each of them (`largest_parts`).
+part. On the device there is one part more of each of them (`Outside.beside`).
 
 Who waits for whom. A copy to the device waits for what the device had been given when the memory was taken, since its
 block may have been in use until then; what reads the copy waits for it. A copy from the device waits for what computes
@@ -14,7 +14,6 @@ from, and before it reads the one that is copied to.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,9 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .kinds import Kinds, Region, box_shape
-from .record import Graph
-from .sweeps import Sweep
+from .kinds import Region
 
 SERVED = {"cuda"}
 """Types of devices that copy by themselves."""
@@ -242,22 +239,3 @@ class Transfers:
 def _as(buffer: Tensor, rows: Tensor) -> Tensor:
     """The buffer, as a tensor like `rows`, which has no gaps."""
     return buffer[: rows.nbytes].view(rows.dtype).as_strided(rows.shape, rows.stride())
-
-
-def largest_read(graph: Graph, kinds: Kinds, sweep: Sweep, v: int) -> int:
-    """Bytes of the largest part that is read of a value at once."""
-    return max(
-        max(high - low for low, high in step.reads[v]) * _row(graph, kinds, v, step.reads_across[v])
-        for step in sweep.steps if v in step.reads
-    )  # fmt: skip
-
-
-def largest_write(graph: Graph, kinds: Kinds, sweep: Sweep, v: int) -> int:
-    """Bytes of the largest part of a stored value, or of a result, that a strip gives."""
-    step = next(step for step in sweep.steps if v in graph.calls[step.last].outputs)
-    return max(high - low for low, high in step.rows) * _row(graph, kinds, v, sweep.own[v])
-
-
-def _row(graph: Graph, kinds: Kinds, v: int, boxes: list[Region]) -> int:
-    shapes = (box_shape(graph, kinds, v, ((0, 1), *box)) for box in boxes)
-    return max(map(math.prod, shapes)) * graph.fakes[v].dtype.itemsize

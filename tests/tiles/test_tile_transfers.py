@@ -24,6 +24,7 @@ from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.tiles import choices, tiling, transfers
 from patchconv_native.tiles.arguments import Arguments
 from patchconv_native.tiles.journal import Journal, State
+from patchconv_native.tiles.outside import largest_read
 from patchconv_native.tiles.plan import TilePlan
 from patchconv_native.tiles.tiling import plan_call, run_plan
 from patchconv_native.tiles.transfers import Transfers
@@ -247,7 +248,7 @@ def above(streams: Streams, plan: TilePlan, x: Any, want: Tensor) -> int:
     assert alike(out, want) and streams.faults == [] and bool(streams.log) == ahead
     for sweep in plan.sweeps if ahead and not plan.outside.counted else ():  # rows of files, on their way to a buffer
         stored = plan.outside.reads(plan.graph, sweep) - set(plan.graph.inputs)
-        of_files = max([of_files, *(transfers.largest_read(plan.graph, plan.kinds, sweep, v) for v in stored)])
+        of_files = max([of_files, *(largest_read(plan.graph, plan.kinds, sweep, v) for v in stored)])
     return peak - streams.most_pinned - of_files
 
 
