@@ -129,10 +129,10 @@ class Transfers:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *more: object) -> None:
-        for one in self._ahead.values():
-            if one.copied is not None:
-                self._copies.wait(self._copies.computes, one.copied)  # before the memory is given to others
         quiet = contextlib.suppress(*([] if error is None else [Exception]))  # the first error is the one to tell
+        with quiet:
+            for stream in (self._inward, self._outward):  # before memory that is copied is given to others
+                self._copies.wait(self._copies.computes, self._copies.record(stream))
         for key in list(self._behind):
             with quiet:
                 self._settle(key)
@@ -227,10 +227,7 @@ class Transfers:
 
     def _finish(self) -> None:
         """Gives the buffers back."""
-        for one in self._ahead.values():
-            for event in one.copies:
-                if event is not None:
-                    self._copies.synchronize(event)
+        self._copies.synchronize(self._copies.record(self._inward))
         self._ahead.clear()
         self._buffers.clear()
         self._sizes.clear()
