@@ -77,7 +77,7 @@ class Streams(TorchDispatchMode):
         self.log: list[str] = []
         self.most_pinned = 0
         self._random = None if seed is None else random.Random(seed)
-        self._streams: list[Stream] = []
+        self.streams: list[Stream] = []
         self._copied: list[tuple[Stream, int, Memory, Any]] = []
         """Copies that were done and of which the host may not know yet, with the rows."""
         self._pinned: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Streams(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for stream in self._streams:
+        for stream in self.streams:
             stream.run(stream.given)  # also what nobody has waited for happens some time
             self._look(stream, stream.given)
 
@@ -115,8 +115,8 @@ class Streams(TorchDispatchMode):
     # As of DeviceCopies.
 
     def stream(self) -> Stream:
-        self._streams.append(Stream())
-        return self._streams[-1]
+        self.streams.append(Stream())
+        return self.streams[-1]
 
     def record(self, stream: Stream) -> tuple[Stream, int]:
         return stream, self._clock if stream is self.computes else stream.given
@@ -192,5 +192,5 @@ class Streams(TorchDispatchMode):
 
     def _sometimes(self) -> None:
         if self._random is not None:
-            for stream in self._random.sample(self._streams, len(self._streams)):
+            for stream in self._random.sample(self.streams, len(self.streams)):
                 stream.run(stream.done + self._random.choice([0, 0, 1, 1, 2, 100]))

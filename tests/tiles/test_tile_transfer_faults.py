@@ -115,14 +115,21 @@ def test_calls_that_are_broken_off_go_on(device: Device, tmp_path: Path, order: 
 # Faults that the tests above must find: each takes one wait, or one thing that is held, away.
 
 
+def waits_of(patch: pytest.MonkeyPatch, whose: Callable[[Streams], Any]) -> None:
+    wait = Streams.wait
+    patch.setattr(Streams, "wait", lambda own, stream, event: stream is whose(own) or wait(own, stream, event))
+
+
 def waits_of_what_computes(patch: pytest.MonkeyPatch) -> None:
-    wait = Streams.wait
-    patch.setattr(Streams, "wait", lambda own, stream, event: stream is own.computes or wait(own, stream, event))
+    waits_of(patch, lambda own: own.computes)
 
 
-def waits_of_what_copies(patch: pytest.MonkeyPatch) -> None:
-    wait = Streams.wait
-    patch.setattr(Streams, "wait", lambda own, stream, event: stream is not own.computes or wait(own, stream, event))
+def waits_of_copies_in(patch: pytest.MonkeyPatch) -> None:
+    waits_of(patch, lambda own: own.streams[0])
+
+
+def waits_of_copies_out(patch: pytest.MonkeyPatch) -> None:
+    waits_of(patch, lambda own: own.streams[1])
 
 
 def waits_of_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -190,9 +197,9 @@ def with_a_journal(device: Device, folder: Path, order: int | None) -> None:
 
 
 MISSING = [
-    (waits_of_what_computes, by_strips), (waits_of_what_copies, by_strips), (waits_of_the_host, by_strips),
-    (the_other_buffer, by_strips), (the_hold_of_rows, by_strips), (the_wait_at_the_end, of_one_sweep),
-    (the_wait_between_sweeps, with_stored_values),
+    (waits_of_what_computes, by_strips), (waits_of_copies_in, by_strips), (waits_of_copies_out, by_strips),
+    (waits_of_the_host, by_strips), (the_other_buffer, by_strips), (the_hold_of_rows, by_strips),
+    (the_wait_at_the_end, of_one_sweep), (the_wait_between_sweeps, with_stored_values),
     (the_wait_at_an_error, with_an_error), (the_wait_before_an_entry, with_a_journal),
 ]  # fmt: skip
 
