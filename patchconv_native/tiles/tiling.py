@@ -47,10 +47,10 @@ def tile(
     W) or with one or three spatial dimensions, or a tuple of the module's arguments. Of several tensors those of the
     most dimensions are images; others, numbers and flags are handed on as they are. Tensors may be in lists and
     mappings, which the module may change: its caller's then hold what they hold after one call of the module. An
-    image in the host's memory is copied to a module on a GPU strip by strip. It may be an array-like, with a shape, a
-    dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip, and reaches the module in its
-    own dtype. A function, which has no parameters, gets it on the CPU. The budget then counts the strips that are read
-    and, without `out`, the result.
+    image in the host's memory is copied to a module on a GPU strip by strip, each while another is computed. It may be
+    an array-like, with a shape, a dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip,
+    and reaches the module in its own dtype. A function, which has no parameters, gets it on the CPU. The budget then
+    counts the strips that are read and, without `out`, the result.
     budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. Where strips as wide as the image
     do not keep it, the image is cut into bands as well, and what these read of each other is computed again.
     tile: rows of the result that a strip has, in place of the choice; (256, 512): and columns of a band.
