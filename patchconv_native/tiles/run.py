@@ -64,7 +64,7 @@ class Run:
         return {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
 
     def copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """To compute in."""
+        """The block in which sweeps run."""
         if not self.outside.ahead:
             return contextlib.nullcontext()
         self.transfers = Transfers(device, self.fill, self.empty)
