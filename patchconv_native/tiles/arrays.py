@@ -26,6 +26,11 @@ def is_array(x: Any) -> bool:
     return not isinstance(x, Tensor) and all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__"))
 
 
+def on_host(x: Any) -> bool:
+    """Whether an image is in the host's memory or in a file."""
+    return not isinstance(x, Tensor) or x.device.type == "cpu"
+
+
 def dtype_of(owner: str, name: str, x: Any) -> torch.dtype:
     """Of an array-like, as torch's dtype."""
     import numpy
@@ -67,9 +72,17 @@ class Source:
         if isinstance(self.x, Tensor):
             return self.x[place].to(self.device)
         rows = torch.empty([one.stop - one.start for one in place], dtype=self.dtype)
-        rows.numpy()[...] = self.x[place]
-        _release_pages(self.x)
+        self.fill(where, rows)
         return rows.to(self.device)
+
+    def fill(self, where: Mapping[int, Range], rows: Tensor) -> None:
+        """Reads into rows in the host's memory."""
+        place = tuple(slice(*where.get(d, (0, size))) for d, size in enumerate(self.shape))
+        if isinstance(self.x, Tensor):
+            rows.copy_(self.x[place])
+        else:
+            rows.numpy()[...] = self.x[place]
+            _release_pages(self.x)
 
     def all(self) -> Tensor:
         return self.x if isinstance(self.x, Tensor) else self.read({})
@@ -89,6 +102,10 @@ class Sink:
         elif rows.numel():
             self.x[place] = rows.numpy(force=True)
             _release_pages(self.x)
+
+    def put(self, where: Mapping[int, Range], rows: Tensor) -> None:
+        """As `write`, of rows whose memory is used again: an array-like may keep what it is given."""
+        self.write(where, rows if isinstance(self.x, Tensor) or _is_numpy(self.x) else rows.clone())
 
     def flush(self) -> None:
         """So that what was written outlives this process and this machine, where it is in a file."""

@@ -13,8 +13,9 @@ from typing import Any
 from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
-from .costs import Cost, Known, Outside, Stored, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
+from .costs import Cost, Known, Stored, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
+from .outside import Outside
 from .reach import reach_of
 from .record import Graph
 from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed

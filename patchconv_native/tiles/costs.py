@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from ..memory.sizes import tensors
 from ..spatial.layout import layout
 from .chains import run_chain
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
+from .outside import Outside, largest_write
 from .record import Graph
-from .stores import Where, extra
+from .stores import extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
 
@@ -177,23 +178,6 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
     return Cost(peak.most, result, counted.work["flops"])
 
 
-@dataclass
-class Outside:
-    """What is not in the memory that the budget counts: reading it makes a copy."""
-
-    store: Where
-    """Where stored values are kept."""
-    inputs: dict[int, int] = field(default_factory=dict)
-    """Of each input that is copied a strip at a time, how many copies there are at once."""
-    result: bool = False
-    """Whether the result counts."""
-
-    @property
-    def counted(self) -> bool:
-        """Whether stored values count."""
-        return self.store == "device"
-
-
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
     """The most bytes that a call takes on whole arguments, its result included."""
     call, peak = graph.calls[place], _Peak()
@@ -242,7 +226,7 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
         stored.pop(v, None)
-    return most
+    return most + outside.beside(graph, kinds, sweep)
 
 
 def _band_peak(
@@ -326,4 +310,8 @@ def _aside(graph: Graph, kinds: Kinds, sweep: Sweep, step: Step, outside: Outsid
     """What reading and writing a step's stored values takes besides their rows."""
     read = (v for v in step.reads if v in sweep.sources and v not in graph.inputs)
     made = (v for v in graph.calls[step.last].outputs if v in sweep.stores)
-    return max((extra(outside.store, row_bytes(graph, kinds, v)) for v in (*read, *made)), default=0)
+    most = max((extra(outside.store, row_bytes(graph, kinds, v)) for v in (*read, *made)), default=0)
+    if outside.ahead is False:  # rows with gaps are copied before they are copied to the host
+        written = [v for _, v in outside.writes(sweep) if v in graph.calls[step.last].outputs]
+        most = max([most, *(largest_write(graph, kinds, sweep, v) for v in written)])
+    return most

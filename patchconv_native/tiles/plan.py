@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from .._bytes import format_bytes
 from ..planner.margin import MARGIN, largest_peak, least_budget
 from ..planner.plans import BudgetError
 from .choices import Choice, Planner, largest_value
-from .costs import Known, Outside
+from .costs import Known
 from .kinds import Kinds, Region, Time, kinds_of
+from .outside import Outside
 from .record import Graph
 from .sweeps import Sweep, bytes_of
 
@@ -48,6 +49,7 @@ class TilePlan:
     result: int = 0
     """Bytes of the result, where the budget counts them."""
     name: str = ""
+    outside: Outside = field(default_factory=lambda: Outside("device"))
 
     @property
     def needs(self) -> int:
@@ -70,6 +72,12 @@ class TilePlan:
             lines.append(
                 f"stored      {_count(len(self.stored), 'value')} between sweeps, {format_bytes(self.stored_most)} at "
                 f"most ({self.store})"
+            )
+        if self.outside.ahead is not None:
+            lines.append(
+                "copies      from and to the host while strips are computed"
+                if self.outside.ahead
+                else "copies      from and to the host in order: the budget has no room to read a strip ahead"
             )
         if self.sweeps and self.sweeps[0].bands > 1:
             across = [max(b - a for a, b in one) for one in zip(*self._bands(), strict=True)]
@@ -226,7 +234,7 @@ def _plan(planner: Planner, wishes: Wishes, stored: set[int], choice: Choice) ->
     return TilePlan(
         planner.graph, planner.kinds, sweeps, stored, choice.last, planner.read_later(sweeps), wishes.budget,
         max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
-        os.fspath(wishes.outside.store), _result_bytes(planner, wishes), wishes.name,
+        os.fspath(wishes.outside.store), _result_bytes(planner, wishes), wishes.name, wishes.outside,
     )  # fmt: skip
 
 

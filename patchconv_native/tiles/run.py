@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +27,13 @@ from .kinds import (
     part_of,
     whole_region,
 )  # fmt: skip
+from .outside import Outside, largest_read, largest_write
 from .record import Graph
 from .rows import Rows
 from .stores import Kept, Store
 from .strips import Asked, NeedsWhole, local_of, part_cuts, run_part, run_whole
 from .sweeps import Step, Sweep
+from .transfers import Part, Readings, Transfers
 
 
 @dataclass
@@ -52,11 +56,23 @@ class Run:
     inputs: dict[int, Source] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     """Calls that have moved running statistics."""
+    outside: Outside = field(default_factory=lambda: Outside("device"))
+    transfers: Transfers | None = None
+    """What copies while strips are computed, as `outside` says."""
 
     def where(self, v: int, region: Region) -> dict[int, Range]:
         return {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
 
+    def copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The block in which sweeps run."""
+        if not self.outside.ahead:
+            return contextlib.nullcontext()
+        self.transfers = Transfers(device, self.fill, self.empty)
+        return self.transfers
+
     def read(self, v: int, region: Region) -> Tensor:
+        if self.transfers is not None and self.transfers.reads(v):
+            return self.transfers.take(v, region)
         fake = self.graph.fakes[v]
         if v in self.inputs:
             rows = self.inputs[v].read(self.where(v, region))
@@ -65,13 +81,40 @@ class Run:
         if len(self.own[v]) == 1:
             return self.stored[v][0].read(low, high)
         made = self.empty(v, region)
+        self._join(v, region, made, lambda kept: kept.read(low, high))
+        return made
+
+    def fill(self, v: int, region: Region, made: Tensor) -> None:
+        """Reads into memory of the host's what is in the host's memory or in files."""
+        if v in self.inputs:
+            self.inputs[v].fill(self.where(v, region), made)
+        else:
+            self._join(v, region, made, lambda kept: kept.host(*region[0]))
+
+    def _join(self, v: int, region: Region, made: Tensor, read: Callable[[Any], Tensor]) -> None:
+        """Of the parts of a stored value that the bands have, read from each."""
         for own, kept in zip(self.own[v], self.stored[v], strict=True):
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region[1:], own, strict=True))
             if all(a < b for a, b in common):
                 here = region[0], *common
-                there = part_of(self.kinds, v, kept.read(low, high), here, (region[0], *own))
+                there = part_of(self.kinds, v, read(kept), here, (region[0], *own))
                 part_of(self.kinds, v, made, here, region).copy_(there)
-        return made
+
+    def add(self, v: int, band: int, rows: Tensor) -> None:
+        """The rows that follow, of a value that is stored."""
+        kept: Any = self.stored[v][band]
+        if self.transfers is None or not self.transfers.writes(("stored", v)):
+            kept.add(rows)
+            return
+        begin, kept.end = kept.end, kept.end + rows.size(self.kinds.dims[v])
+        self.transfers.write(("stored", v), rows, functools.partial(kept.put, begin))
+
+    def write(self, v: int, region: Region, rows: Tensor) -> None:
+        """A part of a result."""
+        if self.transfers is None or not self.transfers.writes(("result", v)):
+            self.results[v].write(self.where(v, region), rows)
+            return
+        self.transfers.write(("result", v), rows, functools.partial(self.results[v].put, self.where(v, region)))
 
     def empty(self, v: int, region: Region) -> Tensor:
         fake = self.graph.fakes[v]
@@ -103,20 +146,50 @@ def run_sweep(run: Run, sweep: Sweep, advance: Callable[[], None], journal: Jour
     state, done = None if journal is None else journal.state, 0
     if state is not None and state.sweep == sweep.number:
         shares, done = state.shares, state.strip
+    if run.transfers is not None:
+        _begin_transfers(run, sweep, done, run.transfers)
     for band in range(done // sweep.strips, sweep.bands):
         begin = max(done - band * sweep.strips, 0)  # strips of this band that an earlier process has computed
 
         def end(strip: int, number: int = band * sweep.strips, begin: int = begin) -> None:
+            if run.transfers is not None:
+                run.transfers.ahead()
             if strip >= begin:
                 advance()
                 if journal is not None and (strip + 1 == sweep.strips or journal.due()):
                     _enter(journal, run, sweep.number, number + strip + 1, shares)
 
         _run_band(run, sweep, band, begin, shares, end)
+    if run.transfers is not None:
+        run.transfers.end()
     for v in sweep.frees:
         run.free(v)
     for call, found in shares.items():
         run.answers.setdefault(call, []).append(torch.cat(found))
+
+
+def _begin_transfers(run: Run, sweep: Sweep, done: int, transfers: Transfers) -> None:
+    """done: strips that an earlier process has computed."""
+    graph, kinds = run.graph, run.kinds
+    reads = {
+        v: Readings(_parts(run, sweep, v, done), largest_read(graph, kinds, sweep, v))
+        for v in run.outside.reads(graph, sweep)
+    }
+    writes = {(what, v): largest_write(graph, kinds, sweep, v) for what, v in run.outside.writes(sweep)}
+    transfers.begin(reads, writes)
+
+
+def _parts(run: Run, sweep: Sweep, v: int, done: int) -> Iterator[Part]:
+    """What the sweep reads of a value, in order."""
+    first, begin = divmod(done, sweep.strips)
+    for band in range(first, sweep.bands):
+        one = resumed(run.graph, run.kinds, sweep, begin)[0] if band == first and begin else sweep
+        for strip in range(sweep.strips):
+            for step in one.steps:
+                if v in step.reads and all(low < high for low, high in step.region(strip, band)):
+                    region = step.read(v, strip, band)
+                    if all(low < high for low, high in region):
+                        yield Part(band * sweep.strips + strip, region)
 
 
 def _run_band(
@@ -146,6 +219,8 @@ def _run_band(
 
 def _enter(journal: Journal, run: Run, number: int, strips: int, shares: dict[int, list[Tensor]]) -> None:
     """Writes down how far the run has come, unless it would be lost with this process's memory."""
+    if run.transfers is not None:
+        run.transfers.settle()
     ends = rows_in_files(run.stored)
     if ends is None:
         return
@@ -211,10 +286,10 @@ def _run_step(
         if v in sweep.stores and run.stored[v][band].end < high:
             begin = run.stored[v][band].end  # more than the region's where a call goes on that was broken off
             own = (begin, high), *box
-            run.stored[v][band].add(part_of(kinds, v, rows, own, region) if own != region else rows)
+            run.add(v, band, part_of(kinds, v, rows, own, region) if own != region else rows)
         if v in sweep.results:
             own = region[0], *box
-            run.results[v].write(run.where(v, own), part_of(kinds, v, rows, own, region))
+            run.write(v, own, part_of(kinds, v, rows, own, region))
 
 
 def run_between(run: Run, number: int, last: dict[int, Time]) -> None:

@@ -47,7 +47,15 @@ class HostRows(Rows):
         super().add(rows.cpu())
 
     def read(self, low: int, high: int) -> Tensor:
-        return super().read(low, high).to(self._device)
+        return self.host(low, high).to(self._device)
+
+    def put(self, begin: int, rows: Tensor) -> None:
+        """The rows from `begin` on, which are in the host's memory, to be used again. `end` tells of them already."""
+        self._pieces.append((begin, rows.clone()))
+
+    def host(self, low: int, high: int) -> Tensor:
+        """These rows, in the host's memory."""
+        return super().read(low, high)
 
 
 class FileRows:
@@ -71,16 +79,27 @@ class FileRows:
 
     def add(self, rows: Tensor) -> None:
         """The rows that follow."""
-        for begin, length in self._chunks(0, rows.size(self._dim), rows):
-            part = rows.narrow(self._dim, begin, length).permute(self._order).contiguous().cpu()
-            self._move(os.pwritev, part, self.end + begin)
+        self.put(self.end, rows)
         self.end += rows.size(self._dim)
+
+    def put(self, begin: int, rows: Tensor) -> None:
+        """The rows from `begin` on, which the caller may use again. `end` stays."""
+        for first, length in self._chunks(0, rows.size(self._dim), rows):
+            part = rows.narrow(self._dim, first, length).permute(self._order).contiguous().cpu()
+            self._move(os.pwritev, part, begin + first)
 
     def read(self, low: int, high: int) -> Tensor:
         """A copy of these rows."""
+        return self._read(low, high, self._device)
+
+    def host(self, low: int, high: int) -> Tensor:
+        """These rows, in the host's memory."""
+        return self._read(low, high, torch.device("cpu"))
+
+    def _read(self, low: int, high: int, device: torch.device) -> Tensor:
         if high > self.end:
             raise RuntimeError(f"tile: rows {low} to {high} are read, and not all of them are there")
-        made = self._empty(high - low, self._dense, self._device)
+        made = self._empty(high - low, self._dense, device)
         for begin, length in self._chunks(low, high, made):
             into = made.narrow(self._dim, begin - low, length).permute(self._order)
             if into.is_contiguous() and into.device.type == "cpu":

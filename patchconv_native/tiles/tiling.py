@@ -16,15 +16,16 @@ from .._bytes import parse_bytes
 from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from .arguments import Arguments
-from .arrays import Sink, Source, check_out, is_array
-from .costs import Outside
+from .arrays import Sink, Source, check_out, is_array, on_host
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
+from .outside import Outside
 from .plan import TilePlan, Wishes, bands_of, strips_of
 from .record import Graph, Ref, record
 from .run import Run, run_between, run_sweep, take_up
 from .stores import Store, Where, check_store
 from .sweeps import Sweep
+from .transfers import serves
 
 Progress = Callable[[int, int], None]
 
@@ -46,10 +47,10 @@ def tile(
     W) or with one or three spatial dimensions, or a tuple of the module's arguments. Of several tensors those of the
     most dimensions are images; others, numbers and flags are handed on as they are. Tensors may be in lists and
     mappings, which the module may change: its caller's then hold what they hold after one call of the module. An
-    image in the host's memory is copied to a module on a GPU strip by strip. It may be an array-like, with a shape, a
-    dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip, and reaches the module in its
-    own dtype. A function, which has no parameters, gets it on the CPU. The budget then counts the strips that are read
-    and, without `out`, the result.
+    image in the host's memory is copied to a module on a GPU strip by strip, each while another is computed. It may be
+    an array-like, with a shape, a dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip,
+    and reaches the module in its own dtype. A function, which has no parameters, gets it on the CPU. The budget then
+    counts the strips that are read and, without `out`, the result.
     budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. Where strips as wide as the image
     do not keep it, the image is cut into bands as well, and what these read of each other is computed again.
     tile: rows of the result that a strip has, in place of the choice; (256, 512): and columns of a band.
@@ -141,21 +142,25 @@ def plan_graph(
     if out is not None:
         check_out(owner, out, graph, images)
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+    written = out_later or (out is not None and on_host(out))
+    copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
 
-    def planned(find: Any, graph: Graph) -> TilePlan:
+    def planned(find: Any, graph: Graph, ahead: bool | None) -> TilePlan:
         copies = {
             v: source.copies + (graph.fakes[v].stride() != source.strides)
             for v, source in zip(graph.inputs, sources, strict=True)
         }
-        outside = Outside(store, copies, result=out is None and not out_later and any(map(is_array, images)))
+        host = {v for v, image in zip(graph.inputs, images, strict=True) if on_host(image)}
+        counts = out is None and not out_later and any(map(is_array, images))
+        outside = Outside(store, copies, counts, ahead, host, written)
         return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
 
     graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
     finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
     refused: list[BudgetError] = []
-    for one, find in itertools.product(graphs, finds):
+    for one, find, ahead in itertools.product(graphs, finds, [True, False] if copied else [None]):
         try:
-            plan = planned(find, one)
+            plan = planned(find, one, ahead)
         except BudgetError as error:
             refused.append(error)
             continue
@@ -222,18 +227,19 @@ def run_plan(
 
     state = None if journal is None else journal.state
     with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.identity[:16]}") as store:
-        run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs)
-        sweeps = {sweep.number: sweep for sweep in plan.sweeps}
-        if state is None:
-            store.clear()  # of a call that was broken off, and is begun again
-        else:
-            take_up(run, plan.sweeps, state)
-            done = state.strip + sum(map(_strips, (one for one in plan.sweeps if one.number < state.sweep)))
-        for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
-            if state is None or number > state.sweep:
-                run_between(run, number, plan.last)
-            if number in sweeps:
-                run_sweep(run, sweeps[number], advance, journal)
+        run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
+        with run.copies(device):
+            sweeps = {sweep.number: sweep for sweep in plan.sweeps}
+            if state is None:
+                store.clear()  # of a call that was broken off, and is begun again
+            else:
+                take_up(run, plan.sweeps, state)
+                done = state.strip + sum(map(_strips, (one for one in plan.sweeps if one.number < state.sweep)))
+            for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
+                if state is None or number > state.sweep:
+                    run_between(run, number, plan.last)
+                if number in sweeps:
+                    run_sweep(run, sweeps[number], advance, journal)
 
     def value(ref: Ref) -> Any:
         if ref.index in results:
