@@ -198,3 +198,11 @@ def test_one_list_given_twice_is_not_changed() -> None:
     with pytest.raises(pc.NotServed, match="handed in twice"):
         pc.tile(function, (structured((1, 3, 12, 10)), both, both))
     assert both == []
+
+
+def test_parameters_on_meta_are_refused() -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to("meta"), torch.zeros(1, 3, 40, 40)
+    for call in (pc.tile_plan, pc.tile):
+        with pytest.raises(ValueError, match=r"expected parameters and buffers with memory, got 0\.weight on meta"):
+            call(net.eval().requires_grad_(False), x)
+    assert pc.tile_plan(net.to_empty(device="cpu"), x, tile=4).sweeps
