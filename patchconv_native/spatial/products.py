@@ -96,6 +96,15 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
     return product("einsum", operands, letters, result, lambda *parts: torch.einsum(equation, *parts))
 
 
+def attend(*args: Any, **kwargs: Any) -> Tensor:
+    """F.scaled_dot_product_attention, without all scores at once: for that the numbers of a row must lie together."""
+
+    def together(x: Any) -> Any:
+        return x.contiguous() if isinstance(x, Tensor) and x.stride(-1) != 1 else x
+
+    return F.scaled_dot_product_attention(*map(together, args), **{k: together(x) for k, x in kwargs.items()})
+
+
 @rule(F.scaled_dot_product_attention)
 def attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -113,6 +122,6 @@ def attention(
         raise refuse(name, "every query reads all keys and values, and they are cut")
 
     def compute(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+        return attend(q, k, v, mask, is_causal=is_causal, scale=scale)
 
     return product(name, (query, key, value, *masked), letters, batch + "LF", compute)

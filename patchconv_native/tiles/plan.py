@@ -85,8 +85,8 @@ class TilePlan:
                 f"bands       {self.sweeps[0].bands}, one after the other, of at most "
                 f"{' x '.join(map(str, across))} columns of the result; what they share is computed again"
             )
-        for place, why in self.kinds.why.items():
-            lines.append(f"whole       {self.graph.calls[place].where}: {why}")
+        whole = (f"whole       {self.graph.calls[place].where}: {why}" for place, why in self.kinds.why.items())
+        lines += dict.fromkeys(whole)
         lines.append("sweep  strips  calls  rows of a strip  strip's largest  rows kept, most")
         for sweep in self.sweeps:
             lines.append(self._line(sweep))

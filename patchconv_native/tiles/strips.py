@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
 from ..spatial.layout import empty, order
+from ..spatial.products import attend
 from ..spatial.rules import RULES
 from .record import Autocast, Call, Ref, autocast_of
 
@@ -148,11 +149,9 @@ def with_values(arguments: Any, given: Callable[[int], Any]) -> Any:
 def run_whole(call: Call, given: Callable[[int], Any]) -> list[Tensor]:
     """The function itself, on whole tensors. Its results in the order of `call.outputs`."""
     args, kwargs = with_values((call.args, call.kwargs), given)
-    if call.function is F.scaled_dot_product_attention:
-        # Otherwise torch computes all scores at once, in memory that grows with the square of the places.
-        args = tuple(t.contiguous() if isinstance(t, Tensor) and t.stride(-1) != 1 else t for t in args)
+    function = attend if call.function is F.scaled_dot_product_attention else call.function
     with under(call.autocast):
-        return _tensors(call, call.function(*args, **kwargs))
+        return _tensors(call, function(*args, **kwargs))
 
 
 def _tensors(call: Call, result: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from .arguments import Arguments
 from .arrays import Sink, Source, check_out, is_array, on_host
+from .attention import gather_keys
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
 from .outside import Outside
@@ -128,6 +129,7 @@ def record_call(
         lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
     )  # fmt: skip
     fold_norms(graph)
+    gather_keys(graph, arguments.dims)
     return graph
 
 

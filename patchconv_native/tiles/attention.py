@@ -1,0 +1,64 @@
+"""Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..spatial.rules import NotServed, rule
+from .kinds import ON_WHOLE, kinds_of
+from .record import Call, Graph, Ref
+
+_NAMES = ("query", "key", "value")
+
+
+def keys_or_values(x: Tensor) -> Tensor:
+    """All of a value, for a call that reads all of it for each strip."""
+    return x
+
+
+keys_or_values.__name__ = "keys or values of scaled_dot_product_attention"  # for messages
+
+
+@rule(keys_or_values)
+def _refused(x: Any) -> Tensor:
+    raise NotServed("every query reads all of them")
+
+
+ON_WHOLE.add(keys_or_values)
+
+
+def gather_keys(graph: Graph, dims: Sequence[int]) -> None:
+    """Puts a call that gets the keys whole before each attention over the image, and one that gets the values. dims: as
+    of `kinds_of`.
+    """
+    if not any(call.function is F.scaled_dot_product_attention for call in graph.calls):
+        return
+    kinds = kinds_of(graph, dims[:1])
+    calls: list[Call] = []
+    for place, call in enumerate(graph.calls):
+        given = dict(zip(_NAMES, call.args, strict=False)) | call.kwargs
+        cut = all(isinstance(given.get(name), Ref) and given[name].index in kinds.dims for name in _NAMES)
+        over_image = call.function is F.scaled_dot_product_attention and kinds.gathers[place] and cut
+        if over_image and given.get("attn_mask") is None and len(call.args) <= len(_NAMES):
+            wholes = {name: _whole(graph, call, given[name]) for name in _NAMES[1:]}
+            calls += wholes.values()
+            results = {name: one.result for name, one in wholes.items()}
+            call = dataclasses.replace(call, args=(), kwargs=given | results)
+        calls.append(call)
+    graph.calls = calls
+
+
+def _whole(graph: Graph, call: Call, value: Ref) -> Call:
+    fake = graph.fakes[value.index]
+    if fake.untyped_storage().nbytes() > fake.nbytes:  # a part of a tensor: only that is read
+        with graph.mode:
+            fake = cast(FakeTensor, torch.empty_like(fake))
+    graph.fakes.append(fake)
+    return Call(keys_or_values, (value,), {}, call.module, call.autocast, Ref(len(graph.fakes) - 1))
