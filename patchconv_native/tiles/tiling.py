@@ -21,8 +21,9 @@ from .costs import Outside
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
 from .plan import TilePlan, Wishes, bands_of, strips_of
-from .record import Graph, Ref, record
+from .record import Graph, Ref, record, refs
 from .run import Run, run_between, run_sweep, take_up
+from .state import change
 from .stores import Store, Where, check_store
 from .sweeps import Sweep
 
@@ -115,31 +116,34 @@ def plan_call(
     graph = record(
         module, shapes, device, lambda values: arguments.record(forward, values), arguments.objects(), keep_changes
     )
-    fold_norms(graph)
-    if out is not None:
-        check_out(owner, out, graph, images)
-    name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
+    if out_later:
+        graph.kept = []  # of a module that is not called again
+    with graph.undone_on_error():
+        fold_norms(graph)
+        if out is not None:
+            check_out(owner, out, graph, images)
+        name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
 
-    def planned(find: Any, graph: Graph) -> TilePlan:
-        copies = {
-            v: source.copies + (graph.fakes[v].stride() != source.strides)
-            for v, source in zip(graph.inputs, sources, strict=True)
-        }
-        outside = Outside(store, copies, result=out is None and not out_later and any(map(is_array, images)))
-        return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
+        def planned(find: Any, graph: Graph) -> TilePlan:
+            copies = {
+                v: source.copies + (graph.fakes[v].stride() != source.strides)
+                for v, source in zip(graph.inputs, sources, strict=True)
+            }
+            outside = Outside(store, copies, result=out is None and not out_later and any(map(is_array, images)))
+            return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
 
-    graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
-    finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
-    refused: list[BudgetError] = []
-    for one, find in itertools.product(graphs, finds):
-        try:
-            plan = planned(find, one)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
-            return plan
-    raise min(refused, key=lambda error: error.least)
+        graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
+        finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
+        refused: list[BudgetError] = []
+        for one, find in itertools.product(graphs, finds):
+            try:
+                plan = planned(find, one)
+            except BudgetError as error:
+                refused.append(error)
+                continue
+            if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
+                return plan
+        raise min(refused, key=lambda error: error.least)
 
 
 def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
@@ -218,10 +222,13 @@ def run_plan(
         Sink(out).write_all(found)
         return out
 
-    result, changed = tree_map_only(
-        Ref, value, (graph.result, graph.changed), is_leaf=lambda leaf: isinstance(leaf, Ref)
-    )
-    arguments.change(changed)
+    def given(found: Any) -> Any:
+        return tree_map_only(Ref, value, found, is_leaf=lambda leaf: isinstance(leaf, Ref))
+
+    result = given(graph.result)
+    arguments.change(given(graph.changed))
+    for container, values in graph.kept:
+        change(container, {key: given(one) if refs(one) else one for key, one in values.items()})
     return result
 
 
