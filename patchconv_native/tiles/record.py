@@ -166,10 +166,11 @@ class Recorded(Tensor):
 def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into its first argument."""
     name = name_of(function)
-    if function is set_item:
+    if function is set_item or kwargs.get("inplace"):
         return True
-    dunder = name.startswith("__")
-    return bool(kwargs.get("inplace")) or (name.startswith("__i") if dunder else name.endswith("_"))
+    if name.startswith("__"):  # __iadd__ is that of __add__
+        return name.startswith("__i") and hasattr(Tensor, "__" + name[3:])
+    return name.endswith("_")
 
 
 _tensor: Any = Tensor
@@ -182,6 +183,8 @@ _ANSWERS = {
 }  # fmt: skip
 _CASTS = {_tensor.to, _tensor.type_as}
 """Of their second argument, they read the dtype and the device alone."""
+_LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
+"""Their results are drawn at once, as those of torch.randn(x.shape) are."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 
 
@@ -225,6 +228,10 @@ class Recorder:
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
+        if function in _LIKE and isinstance(args[0], Recorded):
+            fake = args[0]._fake
+            like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
         given = tree_map_only(Recorded, lambda value: value._fake, (args, kwargs))
@@ -271,6 +278,8 @@ class Recorder:
 
     def _written(self, call: Call, value: Recorded) -> Recorded:
         """The same object is another value from here on. Views of it cannot be read any more."""
+        if value.shape != value._fake.shape or value.stride() != value._fake.stride():
+            raise self.refuse(call.name, "it gives a tensor another shape in place")
         for other in self._alive[value._fake.untyped_storage()._cdata]:
             view = other()
             if view is not None and view is not value:

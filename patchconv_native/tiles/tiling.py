@@ -187,6 +187,8 @@ def run_plan(
     for v in [v for sweep in plan.sweeps for v in sweep.results]:
         fake = graph.fakes[v]
         strides = graph.strides.get(v, fake.stride())
+        if 0 in strides:  # of an expanded value, whose places lie in the same memory
+            strides = torch.empty(fake.shape, device="meta").stride()
         made = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device) if out is None else out
         results[v] = Sink(made)
     device = graph.fakes[graph.inputs[0]].device
