@@ -228,7 +228,7 @@ class Recorder:
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
-        if function in _LIKE and isinstance(args[0], Recorded):
+        if function in _LIKE and args and isinstance(args[0], Recorded):
             fake = args[0]._fake
             like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
             return function(like, *args[1:], **kwargs)

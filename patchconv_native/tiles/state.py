@@ -89,9 +89,8 @@ class Held:
     """What objects hold now, to be put back."""
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._before = [
-            (container, contents(container)) for owner in owners for container in containers((vars(owner),))
-        ]
+        found = {id(container): container for owner in owners for container in containers((vars(owner),))}
+        self._before = [(container, contents(container)) for container in found.values()]
 
     def changes(self) -> list[tuple[Any, dict[Any, Any]]]:
         """The containers that hold something else now, each with the change."""
