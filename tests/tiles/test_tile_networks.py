@@ -136,10 +136,12 @@ MONAI: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "BasicUNetPlusPlus": ("BasicUNetPlusPlus", {"spatial_dims": 2, **BASIC}, (1, 1, 64, 48)),
     "SegResNet": ("SegResNet", {"spatial_dims": 2, **SEG, "upsample_mode": "pixelshuffle"}, (1, 1, 44, 36)),
     "SegResNet of volumes": ("SegResNet", {"spatial_dims": 3, **SEG}, (1, 1, 16, 12, 20)),
-    "VNet": ("VNet", {"spatial_dims": 2, "out_channels": 2, "dropout_prob_down": None, "dropout_prob_up": (None, None)},
-             (1, 1, 32, 48)),
-    "FlexibleUNet": ("FlexibleUNet", {"spatial_dims": 2, "in_channels": 3, "out_channels": 2,
-                                      "backbone": "efficientnet-b0"}, (1, 3, 96, 64)),
+    "VNet": ("VNet", {"spatial_dims": 2, "out_channels": 2}, (1, 1, 32, 48)),
+    "VNet of volumes": ("VNet", {"spatial_dims": 3, "out_channels": 2}, (1, 1, 16, 32, 16)),
+    "FlexibleUNet": ("FlexibleUNet", {"in_channels": 3, "out_channels": 2, "backbone": "resnet18"}, (1, 3, 96, 64)),
+    "FlexibleUNet, efficientnet": (
+        "FlexibleUNet", {"in_channels": 3, "out_channels": 2, "backbone": "efficientnet-b0"}, (1, 3, 96, 64)
+    ),
     "AttentionUnet": ("AttentionUnet", {"spatial_dims": 2, **ATTENTION}, (1, 1, 40, 36)),
     "AttentionUnet of volumes": ("AttentionUnet", {"spatial_dims": 3, **ATTENTION}, (1, 1, 16, 12, 20)),
     "HighResNet": ("HighResNet", {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}, (1, 1, 33, 29)),
@@ -147,6 +149,8 @@ MONAI: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
                             "blocks_down": (1, 1), "blocks_bottleneck": 1, "blocks_up": (1, 1)}, (1, 1, 40, 36)),
 }  # fmt: skip
 QUICK_MONAI = ("DynUNet",)
+EVALUATED = ("FlexibleUNet, efficientnet",)
+"""In training it goes over the image a hundred times, which takes minutes."""
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -154,6 +158,8 @@ QUICK_MONAI = ("DynUNet",)
 @torch.no_grad()
 def test_networks_of_monai(name: str, training: bool) -> None:
     nets = pytest.importorskip("monai.networks.nets", exc_type=Exception)
+    if training and name in EVALUATED:
+        pytest.skip("takes minutes")
     torch.manual_seed(0)
     kind, numbers, shape = MONAI[name]
     net, x = getattr(nets, kind)(**numbers).double().train(training), structured(shape)
@@ -162,7 +168,10 @@ def test_networks_of_monai(name: str, training: bool) -> None:
             part.p = 0.0
     for dim in (2, 3) if ALL else (2,):
         stock, tiled = copy.deepcopy(net), copy.deepcopy(net)
-        assert error(pc.tile(tiled, x, tile=3, dim=dim), stock(x)) < 1e-9
+        torch.manual_seed(1)  # some leave out blocks at random
+        want = stock(x)
+        torch.manual_seed(1)
+        assert error(pc.tile(tiled, x, tile=3, dim=dim), want) < 1e-9
         for key, value in stock.state_dict().items():
             torch.testing.assert_close(tiled.state_dict()[key], value, rtol=1e-9, atol=1e-12)
         if "deep_supervision" in numbers:  # it keeps them for what follows in the same call
