@@ -15,7 +15,7 @@ DEMO_NEEDS := pillow rich matplotlib scikit-image
 TEST_NEEDS := pytest pytest-xdist pytest-timeout hypothesis expecttest filelock h5py zarr kaleido==0.2.1 $(if $(shell command -v cmake),,cmake<4)
 LINT_NEEDS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 BENCH_NEEDS := patch-conv diffusers
-MODEL_NEEDS := timm diffusers
+MODEL_NEEDS := timm diffusers monai
 
 # Without a GPU in sight the demo needs no CUDA kernels. A CUDA build that is there is used as it is.
 CUDA_IN_SIGHT := $(wildcard /dev/nvidia0 /dev/dxg)$(shell grep -s '"cuda": "' patchconv_native/_build_info.json)

@@ -14,7 +14,7 @@ from .. import _library, functional
 from .axis import Axes, Axis, Fetch, Range
 from .layout import empty, layout
 from .operands import parameter
-from .rules import rule
+from .rules import refuse, rule
 from .tensor import SpatialTensor
 from .windows import Window, check_image, fetching, listed, reading
 
@@ -195,6 +195,20 @@ def _with_bias(y: Tensor, bias: Tensor | None, channels: int, dim: int, before: 
         rows = y.new_zeros(shape)
         parts.append(rows if bias is None else rows + bias.to(y.dtype).view(-1, *[1] * (y.dim() - 1 - channels)))
     return torch.cat([parts[0], y, parts[1]], dim)
+
+
+@rule(torch.convolution, torch._convolution)
+def _convolution(
+    input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, *of_cudnn: bool, **named: bool,
+) -> Tensor:  # fmt: skip
+    """What the functions above call, of as many dimensions as the weight says."""
+    dims = weight.dim() - 2
+    if dims not in (1, 2, 3):
+        raise refuse("convolution", f"of {dims} dimensions")
+    if transposed:
+        return _conv_transpose(dims, input, weight, bias, stride, padding, output_padding, groups, dilation, None)
+    return _conv(dims, input, weight, bias, stride, padding, dilation, groups, "zeros", None)
 
 
 def _functions(name: str) -> list[Any]:

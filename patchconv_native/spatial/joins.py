@@ -85,6 +85,21 @@ def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor:
     return SpatialTensor(functional.cat([_uncut("cat", t, like.axes, dim) for t in tensors], dim), like.axes)
 
 
+@rule(torch.hstack)
+def _hstack(tensors: Any) -> Tensor:
+    return cat(tensors, 1)
+
+
+@rule(torch.vstack, torch.row_stack)
+def _vstack(tensors: Any) -> Tensor:
+    return cat(tensors, 0)
+
+
+@rule(torch.dstack)
+def _dstack(tensors: Any) -> Tensor:
+    return cat(tensors, 2)
+
+
 @rule(torch.stack)
 def stack(tensors: Any, dim: int = 0) -> Tensor:
     dim %= tensors[0].dim() + 1
@@ -113,6 +128,12 @@ def _repeat(x: Any, *counts: Any) -> Tensor:
             x = repeated("repeat", x, d, given[more + d])
             given[more + d] = 1
     return wrap(x._local.repeat(given), {d + more: axis for d, axis in x.axes.items()})
+
+
+@rule(torch.tile, Tensor.tile)
+def _tile(x: Any, *counts: Any) -> Tensor:
+    given = list(counts[0] if len(counts) == 1 and not isinstance(counts[0], int) else counts)
+    return _repeat(x, [1] * (x.dim() - len(given)) + given)
 
 
 @rule(torch.repeat_interleave, Tensor.repeat_interleave)

@@ -118,12 +118,17 @@ _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
     "tanh asin acos atan sigmoid relu erf erfc erfinv floor ceil round trunc frac sign sgn isnan isinf isfinite "
     "logical_not bitwise_not nan_to_num positive logit deg2rad rad2deg clone detach zeros_like ones_like empty_like "
-    "full_like clamp_min clamp_max clip"
+    "full_like clamp_min clamp_max clip asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh sinc lgamma "
+    "digamma i0 fix angle signbit isposinf isneginf isreal conj_physical"
 )
 _LOCAL_METHODS = (
     "double float half bfloat16 bool int long short cpu cuda detach_ relu_ sigmoid_ tanh_ exp_ sqrt_ neg_ abs_ clamp_ "
-    "clamp_min_ clamp_max_ zero_ fill_ __neg__ __abs__ __invert__ square_ rsqrt_ round_ floor_ __pos__ nan_to_num_"
+    "clamp_min_ clamp_max_ zero_ fill_ __neg__ __abs__ __invert__ square_ rsqrt_ round_ floor_ __pos__ nan_to_num_ "
+    "byte char hardshrink sin_ cos_ tan_ sinh_ cosh_ asin_ acos_ atan_ asinh_ acosh_ atanh_ log_ log2_ log10_ log1p_ "
+    "exp2_ expm1_ erf_ erfc_ reciprocal_ ceil_ trunc_ frac_ sign_ sgn_ negative_ absolute_ logical_not_ bitwise_not_ "
+    "logit_ sinc_"
 )
+_SPECIAL = "expit erf erfc erfcx erfinv exp2 expm1 log1p logit ndtr ndtri log_ndtr entr sinc digamma psi gammaln i0 i0e"
 _LOCAL_FUNCTIONS = (
     F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
     F.hardtanh, F.softplus, F.softsign, F.tanhshrink, F.hardshrink, F.softshrink, F.logsigmoid, F.threshold,
@@ -154,6 +159,8 @@ def _unary(function: Any) -> Callable[..., Any]:
 rules(_unary, _both(_UNARY))
 rules(_unary, (getattr(Tensor, name) for name in _LOCAL_METHODS.split() if hasattr(Tensor, name)))
 rules(_unary, _LOCAL_FUNCTIONS)
+rules(_unary, (_getter("real"), _getter("imag"), torch.real, torch.imag, torch.fake_quantize_per_tensor_affine))
+rules(_unary, (getattr(torch.special, name) for name in _SPECIAL.split()))
 
 
 def _cast(function: Any) -> Callable[..., Any]:
@@ -173,15 +180,19 @@ _BINARY = (
     "add sub subtract mul multiply div divide true_divide floor_divide pow maximum minimum fmax fmin atan2 hypot eq ne "
     "lt le gt ge greater less greater_equal less_equal not_equal logical_and logical_or logical_xor remainder fmod "
     "lerp addcmul addcdiv where masked_fill clamp xlogy rsub heaviside copysign logaddexp float_power bitwise_and "
-    "bitwise_or isclose"
+    "bitwise_or isclose bitwise_xor bitwise_left_shift bitwise_right_shift arctan2 logaddexp2 ldexp nextafter complex "
+    "polar"
 )
 _DUNDER = (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
-    "__le__ __gt__ __ge__ __and__ __or__ __mod__ __floordiv__ __div__ __rdiv__"
+    "__le__ __gt__ __ge__ __and__ __or__ __mod__ __floordiv__ __div__ __rdiv__ __xor__ __rand__ __ror__ __rxor__ "
+    "__lshift__ __rshift__ __rfloordiv__ __rmod__"
 )
 _IN_PLACE = (
     "add_ sub_ mul_ div_ pow_ lerp_ addcmul_ addcdiv_ masked_fill_ copy_ __iadd__ __isub__ __imul__ __itruediv__ "
-    "maximum_ clamp_"
+    "maximum_ clamp_ subtract_ multiply_ divide_ true_divide_ floor_divide_ fmod_ remainder_ atan2_ xlogy_ copysign_ "
+    "float_power_ logical_and_ logical_or_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ __iand__ __ior__ "
+    "__ixor__ __imod__ __ifloordiv__ __ipow__"
 )
 
 
@@ -209,6 +220,14 @@ rules(_elementwise, [*_both(_BINARY), *_methods(_DUNDER)])
 rules(functools.partial(_elementwise, in_place=True), _methods(_IN_PLACE))
 
 
+@rule(F.rrelu)
+def _rrelu(x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
+    if training or not isinstance(x, SpatialTensor):
+        raise refuse("rrelu", "in training, it draws random numbers")
+    local = F.rrelu(x._local, lower, upper, False, inplace)
+    return x if inplace else wrap(local, x.axes)
+
+
 @rule(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(x: SpatialTensor, weight: Tensor) -> Tensor:
     return wrap(F.prelu(local_of(x), parameter(weight, x)), x.axes)
@@ -226,3 +245,22 @@ def _local_response_norm(x: SpatialTensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(x, SpatialTensor) and 1 not in x.axes:
         return wrap(F.local_response_norm(x._local, *args, **kwargs), x.axes)
     raise refuse("local_response_norm", "it takes a SpatialTensor that is not cut along its channels")
+
+
+@rule(_nn.one_hot)
+def _one_hot(x: SpatialTensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 1:
+        raise refuse("one_hot", "the number of classes depends on the values of pixels")
+    return wrap(F.one_hot(x._local, num_classes), x.axes)
+
+
+@rule(F.embedding)
+def _embedding(
+    input: Any, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    if not isinstance(input, SpatialTensor) or isinstance(weight, SpatialTensor):
+        raise refuse("embedding", "its weight is cut")
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise refuse("embedding", "with max_norm, scale_grad_by_freq or sparse")
+    return wrap(F.embedding(input._local, parameter(weight, input), padding_idx), input.axes)

@@ -104,6 +104,21 @@ def _avg_pool(dims: int) -> Callable[..., Tensor]:
     return serve
 
 
+def _lp_pool(dims: int) -> Callable[..., Tensor]:
+    """As torch's own: from the mean of the powers, also where windows at the end are cut off."""
+
+    def serve(input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Tensor:
+        if math.isinf(norm_type):
+            most: Any = _max_pool(dims)(input.abs() * math.copysign(1, norm_type), kernel_size, stride, 0, 1, ceil_mode)
+            return most.abs()
+        if norm_type == 0:
+            raise ValueError(f"norm_type must be a non-zero value, but got {norm_type}")
+        mean: Any = _avg_pool(dims)(input.pow(norm_type), kernel_size, stride, 0, ceil_mode)
+        return (mean.sign() * mean.abs()).mul(math.prod(listed(kernel_size, dims))).pow(1.0 / norm_type)
+
+    return serve
+
+
 def _counts(
     x: SpatialTensor, windows: list[Window], axes: Axes, ceil_mode: bool, with_padding: bool
 ) -> list[list[int]]:
@@ -200,5 +215,6 @@ def _functions(name: str) -> list[Any]:
 for _dims in (1, 2, 3):
     rule(*_functions(f"max_pool{_dims}d"))(_max_pool(_dims))
     rule(*_functions(f"avg_pool{_dims}d"))(_avg_pool(_dims))
+    rule(getattr(F, f"lp_pool{_dims}d"))(_lp_pool(_dims))
     rule(*_functions(f"adaptive_avg_pool{_dims}d"))(functools.partial(adaptive_avg_pool, _dims))
     rule(getattr(F, f"adaptive_max_pool{_dims}d"))(functools.partial(adaptive_max_pool, _dims))

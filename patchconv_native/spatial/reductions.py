@@ -249,6 +249,15 @@ rules(_over_uncut, (F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.lo
                   Tensor.log_softmax, torch.cumsum, Tensor.cumsum))  # fmt: skip
 
 
+@rule(F.cosine_similarity)
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    (a, b), axes = aligned("cosine_similarity", (x1, x2))
+    dim %= max(a.dim(), b.dim())
+    if dim in axes:
+        raise refuse("cosine_similarity", "the dimension that it goes over is cut")
+    return wrap(F.cosine_similarity(a, b, dim, eps), {d - (d > dim): axis for d, axis in axes.items()})
+
+
 @rule(F.glu)
 def _glu(input: Any, dim: int = -1) -> Tensor:
     if dim % input.dim() in input.axes:

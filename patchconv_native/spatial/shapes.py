@@ -31,7 +31,8 @@ def _pieces(function: Any) -> Callable[..., Any]:
     return serve
 
 
-rules(_pieces, (torch.chunk, torch.split, Tensor.chunk, Tensor.split, torch.tensor_split, torch.split_with_sizes))
+_PIECES = "chunk split tensor_split split_with_sizes unsafe_chunk unsafe_split unsafe_split_with_sizes"
+rules(_pieces, (getattr(place, name) for name in _PIECES.split() for place in (torch, Tensor)))
 
 
 @rule(torch.unbind, Tensor.unbind)
@@ -192,18 +193,24 @@ def _permute(x: Any, *dims: Any) -> Tensor:
     return wrap(x._local.permute(order), {order.index(d): axis for d, axis in x.axes.items()})
 
 
-@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
+@rule(torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes, torch.swapdims, Tensor.swapdims)
 def _transpose(x: Any, dim0: int, dim1: int) -> Tensor:
     order = list(range(x.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(x, order)
 
 
-@rule(torch.movedim, Tensor.movedim)
-def _movedim(x: Any, source: int, destination: int) -> Tensor:
-    order = [d for d in range(x.dim()) if d != source % x.dim()]
-    order.insert(destination % x.dim(), source % x.dim())
-    return _permute(x, order)
+@rule(getattr(Tensor, "mT").__get__)  # noqa: B009
+def _matrix_transposed(x: Any) -> Tensor:
+    return _transpose(x, -2, -1)
+
+
+@rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
+def _movedim(x: Any, source: Any, destination: Any) -> Tensor:
+    pairs = [(source, destination)] if isinstance(source, int) else zip(source, destination, strict=True)
+    places = {b % x.dim(): a % x.dim() for a, b in pairs}
+    rest = iter(d for d in range(x.dim()) if d not in places.values())
+    return _permute(x, [places[d] if d in places else next(rest) for d in range(x.dim())])
 
 
 def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
@@ -265,7 +272,7 @@ def _reshape(x: Any, *shape: Any) -> Tensor:
     return _reshaped("reshape", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
 
 
-@rule(torch.flatten, Tensor.flatten)
+@rule(torch.flatten, Tensor.flatten, torch.ravel, Tensor.ravel)
 def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     a, b = start_dim % x.dim(), end_dim % x.dim()
     return _reshaped("flatten", x, [*x.shape[:a], math.prod(x.shape[a : b + 1]), *x.shape[b + 1 :]])
@@ -291,7 +298,7 @@ def _view_as_real(x: Any) -> Tensor:
     return wrap(torch.view_as_real(x._local), x.axes)
 
 
-@rule(Tensor.expand)
+@rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to)
 def _expand(x: Any, *shape: Any) -> Tensor:
     sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     more = len(sizes) - x.dim()

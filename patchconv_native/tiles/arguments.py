@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..spatial import NotServed
 from .arrays import is_array
 from .record import Recorded
-from .state import containers, contents, objects, put, same
+from .state import change, change_of, containers, contents, objects, same
 
 
 class Arguments:
@@ -62,7 +62,7 @@ class Arguments:
         for number, (container, old) in enumerate(zip(own, before, strict=True)):
             now = contents(container)
             if not same(now, old):
-                changed[number] = {key: _SAME if old.get(key, _SAME) is value else value for key, value in now.items()}
+                changed[number] = change_of(now, old)
         caller = self._containers()
         if changed and len(set(map(id, caller))) < len(caller):
             raise NotServed("tile: changing lists or mappings of which one is handed in twice is not served")
@@ -72,16 +72,8 @@ class Arguments:
         """Does to the caller's lists and mappings what a recorded call did to its own."""
         caller = self._containers()
         for number, values in changed.items():
-            old = contents(caller[number])
-            put(caller[number], {key: old[key] if value is _SAME else value for key, value in values.items()})
+            change(caller[number], values)
 
     def _containers(self) -> list[Any]:
         args, kwargs = self._given
         return containers((args, tuple(kwargs.values())))
-
-
-class _Same:
-    """In place of what a list or mapping held there before."""
-
-
-_SAME = _Same()

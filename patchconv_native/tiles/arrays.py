@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..spatial import Range
-from .record import Graph, Ref
+from .record import Graph, Ref, refs
 
 STEP = 4 * 1024 * 1024
 """Bytes that are copied at a time from an image that is a result as it is."""
@@ -152,6 +152,8 @@ def check_out(owner: str, out: Any, graph: Graph, images: list[Any]) -> None:
         raise ValueError(f"{owner}: out: expected a module whose result is one tensor, got one that returns {what}")
     if graph.changed:
         raise ValueError(f"{owner}: out: expected a module that changes no list or mapping that it is given")
+    if refs([change for _, change in graph.kept]):
+        raise ValueError(f"{owner}: out: expected a module that keeps no tensor for its next call")
     fake: FakeTensor = graph.fakes[graph.result.index]
     if not isinstance(out, Tensor) and not (is_array(out) and hasattr(out, "__setitem__")):
         raise ValueError(f"{owner}: expected out to be a tensor or an array-like, got {type(out).__name__}")

@@ -25,12 +25,18 @@ _MIX = (
     "max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d_with_indices rot90 "
     "take_along_dim gather lstm gru rnn_tanh rnn_relu cumprod cummax cummin outer tril triu diagonal "
     "multi_head_attention_forward fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 "
-    "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift"
+    "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift scatter scatter_ scatter_add scatter_add_ "
+    "scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put "
+    "index_put_ masked_scatter masked_scatter_ take put quantile nanquantile kthvalue mode nanmedian nansum nanmean "
+    "aminmax count_nonzero logcumsumexp renorm dist pairwise_distance diff trapezoid tensordot inner cross bucketize "
+    "searchsorted broadcast_tensors kl_div stft istft affine_grid_generator grid_sampler linalg_norm "
+    "linalg_matrix_norm linalg_cross linalg_vecdot linalg_inv linalg_det linalg_solve linalg_svd linalg_qr linalg_eigh "
+    "linalg_cholesky t histc"
 )
-_fft: Any = torch._C._fft  # type: ignore[attr-defined]
+_of_c: Any = torch._C
 ON_WHOLE = {
-    getattr(place, name) for name in _MIX.split() for place in (torch, Tensor, F, _fft, torch._C._nn)
-    if hasattr(place, name)
+    getattr(place, name) for name in _MIX.split()
+    for place in (torch, Tensor, F, _of_c._fft, _of_c._nn, _of_c._linalg) if hasattr(place, name)
 }  # fmt: skip
 """Functions that mix places and have no rule. They get their arguments whole, as a function does whose rule refuses."""
 

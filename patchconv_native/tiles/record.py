@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -102,16 +102,26 @@ class Graph:
     """Of results that are not returned as they are computed: in other strides than those of their fakes."""
     changed: dict[int, dict[Any, Any]] = field(default_factory=dict)
     """The lists and mappings among the arguments that the module changes (`Arguments.change`), with Refs as well."""
+    kept: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
+    """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     undo: Callable[[], None] = lambda: None
     """Undoes what the module changed while it was recorded, and that was kept."""
     mode: FakeMode = field(default_factory=FakeMode)
 
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
+
     @property
     def results(self) -> list[int]:
         """The numbers of the values that the caller gets."""
-        return refs((self.result, self.changed))
+        return refs((self.result, self.changed, [change for _, change in self.kept]))
 
 
 def refs(values: Any) -> list[int]:
@@ -156,10 +166,11 @@ class Recorded(Tensor):
 def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into its first argument."""
     name = name_of(function)
-    if function is set_item:
+    if function is set_item or kwargs.get("inplace"):
         return True
-    dunder = name.startswith("__")
-    return bool(kwargs.get("inplace")) or (name.startswith("__i") if dunder else name.endswith("_"))
+    if name.startswith("__"):  # __iadd__ is that of __add__
+        return name.startswith("__i") and hasattr(Tensor, "__" + name[3:])
+    return name.endswith("_")
 
 
 _tensor: Any = Tensor
@@ -172,6 +183,8 @@ _ANSWERS = {
 }  # fmt: skip
 _CASTS = {_tensor.to, _tensor.type_as}
 """Of their second argument, they read the dtype and the device alone."""
+_LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
+"""Their results are drawn at once, as those of torch.randn(x.shape) are."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 
 
@@ -198,6 +211,8 @@ class Recorder:
     def check_there(self, name: str, values: Any) -> None:
         """What a call, or the caller, is given."""
         for leaf in tree_leaves(values):
+            if isinstance(leaf, Recorded) and leaf._recorder is not self:
+                raise self.refuse(name, "it reads what an earlier call of tile has left in an object")
             if isinstance(leaf, Recorded) and leaf._lost:
                 raise self.refuse(name, f"it reads a tensor that {leaf._lost} has written to by way of a view")
 
@@ -213,6 +228,10 @@ class Recorder:
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
+        if function in _LIKE and args and isinstance(args[0], Recorded):
+            fake = args[0]._fake
+            like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+            return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
         given = tree_map_only(Recorded, lambda value: value._fake, (args, kwargs))
@@ -259,6 +278,8 @@ class Recorder:
 
     def _written(self, call: Call, value: Recorded) -> Recorded:
         """The same object is another value from here on. Views of it cannot be read any more."""
+        if value.shape != value._fake.shape or value.stride() != value._fake.stride():
+            raise self.refuse(call.name, "it gives a tensor another shape in place")
         for other in self._alive[value._fake.untyped_storage()._cdata]:
             view = other()
             if view is not None and view is not value:
@@ -320,14 +341,11 @@ def _random_state(device: torch.device) -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
-def _check_no_state(parts: Iterable[tuple[str, Any]]) -> None:
-    for name, part in parts:
-        for attribute, value in vars(part).items():
-            if any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
-                raise NotServed(
-                    f"tile: {type(part).__name__} {name or 'itself'} keeps a tensor between calls (its attribute "
-                    f"{attribute!r}), which is not served"
-                )
+def _referred(value: Any) -> Any:
+    """With a Ref in place of each value that was recorded."""
+    if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
+        return value  # the same object
+    return tree_map_only(Recorded, lambda one: Ref(one._index), value)
 
 
 def _check_taken_apart(found: Any) -> None:
@@ -347,13 +365,14 @@ def record(
 
     call returns what the module does, and what it has changed of lists and mappings. others: further objects that it
     gets. keep_changes: what the module writes into its buffers while it runs (batch norm counts its calls) stays; else
-    it is undone. NotServed, with nothing changed, for what cannot be recorded.
+    it is undone. Attributes are as they were: what the module has changed there is in the graph. NotServed, with
+    nothing changed, for what cannot be recorded.
     """
-    parts = [(name, part) for whole in modules_of(module) for name, part in whole.named_modules()]
-    parts += [("itself", other) for other in others]
-    recorder = Recorder({id(part): name for name, part in parts})
+    names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
+    parts = [part for whole in modules_of(module) for part in whole.modules()]
+    recorder = Recorder(names)
     graph = recorder.graph
-    held, undo = Held(part for _, part in parts), _Undo()
+    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), _Undo()
     state = _random_state(device)
     values = []
     for shape, dtype, strides in images:
@@ -364,19 +383,20 @@ def record(
     try:
         with undo, recorder.running(), torch.compiler.set_stance("force_eager"):  # compiled modules run as they are
             found = call(values)
-        recorder.check_there("the module's result", found)
-        _check_no_state(parts)
+        changes = held.changes()
+        recorder.check_there("the module's result", (found, [change for _, change in changes]))
         _check_taken_apart(found)
-        graph.result, graph.changed = tree_map_only(Recorded, lambda value: Ref(value._index), found)
+        graph.result, graph.changed = _referred(found)
+        graph.kept = [(one, {key: _referred(value) for key, value in change.items()}) for one, change in changes]
     except BaseException:
-        held.put_back()
         undo.undo()
         raise
+    finally:
+        held.put_back()
     drew = any(not torch.equal(a, b) for a, b in zip(state, _random_state(device), strict=True))
-    graph.repeatable = not undo.before and not drew and not held.changed()
+    graph.repeatable = not undo.before and not drew and not graph.kept
 
     def take_back() -> None:
-        held.put_back()
         undo.undo()
         torch.set_rng_state(state[0])
         if len(state) > 1:

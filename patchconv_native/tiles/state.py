@@ -44,6 +44,24 @@ def same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
     return list(a) == list(b) and all(a[key] is b[key] for key in a)
 
 
+class _Same:
+    """In place of what a list or mapping held there before."""
+
+
+SAME = _Same()
+
+
+def change_of(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """What a container holds now, with SAME where it held that before."""
+    return {key: SAME if before.get(key, SAME) is value else value for key, value in now.items()}
+
+
+def change(container: Any, values: dict[Any, Any]) -> None:
+    """Does to a container what `change_of` found."""
+    old = contents(container)
+    put(container, {key: old[key] if value is SAME else value for key, value in values.items()})
+
+
 def objects(values: Any) -> list[Any]:
     """Of the leaves of a value those that have attributes, and are neither modules, tensors nor code."""
     return [
@@ -71,12 +89,13 @@ class Held:
     """What objects hold now, to be put back."""
 
     def __init__(self, owners: Iterable[Any]) -> None:
-        self._before = [
-            (container, contents(container)) for owner in owners for container in containers((vars(owner),))
-        ]
+        found = {id(container): container for owner in owners for container in containers((vars(owner),))}
+        self._before = [(container, contents(container)) for container in found.values()]
 
-    def changed(self) -> bool:
-        return not all(same(contents(container), before) for container, before in self._before)
+    def changes(self) -> list[tuple[Any, dict[Any, Any]]]:
+        """The containers that hold something else now, each with the change."""
+        pairs = [(container, contents(container), before) for container, before in self._before]
+        return [(container, change_of(now, before)) for container, now, before in pairs if not same(now, before)]
 
     def put_back(self) -> None:
         for container, before in self._before:

@@ -22,8 +22,9 @@ from .fold import fold_norms, in_channels_last
 from .journal import Journal
 from .outside import Outside
 from .plan import TilePlan, Wishes, bands_of, strips_of
-from .record import Graph, Ref, record
+from .record import Graph, Ref, record, refs
 from .run import Run, run_between, run_sweep, take_up
+from .state import change
 from .stores import Store, Where, check_store
 from .sweeps import Sweep
 from .transfers import serves
@@ -109,6 +110,8 @@ def plan_call(
     tiles = _tile_sizes(owner, tile, arguments.dims)
     check_store(owner, store, _device_of(module, arguments.images[0]))
     graph = record_call(owner, module, forward, arguments, keep_changes)
+    if out_later:
+        graph.kept = []  # of a module that is not called again
     return plan_graph(owner, module, graph, arguments, room, tiles, store, out, out_later)
 
 
@@ -128,8 +131,9 @@ def record_call(
         module, [(source.shape, source.dtype, source.strides) for source in sources], device,
         lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
     )  # fmt: skip
-    fold_norms(graph)
-    gather_keys(graph, arguments.dims)
+    with graph.undone_on_error():
+        fold_norms(graph)
+        gather_keys(graph, arguments.dims)
     return graph
 
 
@@ -138,6 +142,14 @@ def plan_graph(
     store: Where = "device", out: Any = None, out_later: bool = False,
 ) -> TilePlan:  # fmt: skip
     """Plans a graph of `record_call`. room: the budget. tiles: as of `_tile_sizes`."""
+    with graph.undone_on_error():
+        return _planned(owner, module, graph, arguments, room, tiles, store, out, out_later)
+
+
+def _planned(
+    owner: str, module: Any, graph: Graph, arguments: Arguments, room: int | None, tiles: tuple[int, ...], store: Where,
+    out: Any, out_later: bool,
+) -> TilePlan:  # fmt: skip
     images, dims = arguments.images, arguments.dims
     device = _device_of(module, images[0])
     sources = [Source(owner, image, device) for image in images]
@@ -147,7 +159,7 @@ def plan_graph(
     written = out_later or (out is not None and on_host(out))
     copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
 
-    def planned(find: Any, graph: Graph, ahead: bool | None) -> TilePlan:
+    def found(find: Any, graph: Graph, ahead: bool | None) -> TilePlan:
         copies = {
             v: source.copies + (graph.fakes[v].stride() != source.strides)
             for v, source in zip(graph.inputs, sources, strict=True)
@@ -162,7 +174,7 @@ def plan_graph(
     refused: list[BudgetError] = []
     for one, find, ahead in itertools.product(graphs, finds, [True, False] if copied else [None]):
         try:
-            plan = planned(find, one, ahead)
+            plan = found(find, one, ahead)
         except BudgetError as error:
             refused.append(error)
             continue
@@ -216,6 +228,8 @@ def run_plan(
     for v in [v for sweep in plan.sweeps for v in sweep.results]:
         fake = graph.fakes[v]
         strides = graph.strides.get(v, fake.stride())
+        if 0 in strides:  # of an expanded value, whose places lie in the same memory
+            strides = torch.empty(fake.shape, device="meta").stride()
         made = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device) if out is None else out
         results[v] = Sink(made)
     device = graph.fakes[graph.inputs[0]].device
@@ -252,10 +266,13 @@ def run_plan(
         Sink(out).write_all(found)
         return out
 
-    result, changed = tree_map_only(
-        Ref, value, (graph.result, graph.changed), is_leaf=lambda leaf: isinstance(leaf, Ref)
-    )
-    arguments.change(changed)
+    def given(found: Any) -> Any:
+        return tree_map_only(Ref, value, found, is_leaf=lambda leaf: isinstance(leaf, Ref))
+
+    result = given(graph.result)
+    arguments.change(given(graph.changed))
+    for container, values in graph.kept:
+        change(container, {key: given(one) if refs(one) else one for key, one in values.items()})
     return result
 
 

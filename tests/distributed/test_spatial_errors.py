@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "deepcopy": ("__deepcopy__", lambda x: copy.deepcopy(x)),
     "out": ("add", lambda x: torch.add(x, 1, out=torch.zeros(SHAPE))),
     "half precision view": ("view", lambda x: x.view(torch.int64)),
-    "embedding": ("embedding", lambda x: F.embedding(x.long().abs() % 3, torch.zeros(3, 2))),
+    "embedding": ("embedding", lambda x: F.embedding(x.long().abs() % 3, torch.zeros(3, 2), max_norm=1.0)),
 }
 
 

@@ -122,6 +122,13 @@ OPERATIONS: Cases = {
     "pixel shuffle": (lambda: nn.Sequential(conv(), nn.PixelShuffle(2), nn.PixelUnshuffle(2)), SHAPE),
     "global pools": (lambda: nn.Sequential(conv(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(4, 2)), SHAPE),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(conv()), SHAPE),
+    "power pool": (apply(lambda x: F.lp_pool2d(x * x + 1, 2, 3, 2)), SHAPE),
+    "convolution, called directly": (
+        apply(lambda x, w: torch.convolution(x, w, None, [2, 1], [1, 1], [1, 1], False, [0, 0], 1), (4, 4, 3, 3)), SHAPE
+    ),
+    "words": (apply(lambda x, a: x * F.embedding((x * 3).long().abs().clamp(0, 9), a)[..., 1], (10, 2)), SHAPE),
+    "alike channels": (apply(lambda x: F.cosine_similarity(x, x.roll(1, 1) + 1)), SHAPE),
+    "masks": (apply(lambda x: x * ~(x > 0) + x.tile(1, 1, 1, 1).movedim((1, 2), (2, 1)).mT.sum((1, 2, 3))[0]), SHAPE),
     "a crop, then in place": (apply(lambda x: F.relu((x * 1)[:, :, 2:, 2:], inplace=True)), SHAPE),
 }  # fmt: skip
 

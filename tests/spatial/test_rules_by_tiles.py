@@ -44,6 +44,14 @@ def centred(x: Tensor) -> Tensor:
     return F.relu(away) / away.square().mean(2, keepdim=True).sqrt()
 
 
+def convolved(x: Tensor, transposed: bool) -> Tensor:
+    """By what torch's functions call."""
+    dims = x.dim() - 2
+    weight = torch.linspace(-1, 1, 16 * 3**dims, dtype=x.dtype, device=x.device).view(4, 4, *[3] * dims)
+    two, one, more = [2] * dims, [1] * dims, [int(transposed)] * dims
+    return torch.convolution(x, weight, weight.flatten()[:4], two, one, one, transposed, more, 1)
+
+
 Makers = dict[str, Callable[[], nn.Module]]
 SHAPES = {1: (4, 23), 2: (4, 13, 11), 3: (4, 9, 8, 7)}
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -86,6 +94,12 @@ def windows(dims: int) -> Makers:
         "average pool": lambda: avg_pool(3, 2, 1, count_include_pad=False),
         "average pool, even": lambda: avg_pool(2),
         "average pool, to the ceiling": lambda: avg_pool((4, 3, 2)[:dims], (3, 2, 3)[:dims], 1, ceil_mode=True),
+        "power pool": lambda: of("LPPool", dims)(2, 3, 2),
+        "power pool, to the ceiling": lambda: of("LPPool", dims)(4, 3, ceil_mode=True),
+        "power pool of most": lambda: of("LPPool", dims)(float("inf"), 2),
+        "power pool of least": lambda: of("LPPool", dims)(-float("inf"), 2, 1),
+        "called directly": lambda: Apply(lambda x: convolved(x, False)),
+        "transposed, called directly": lambda: Apply(lambda x: convolved(x, True)),
         "adaptive pool": lambda: of("AdaptiveAvgPool", dims)((5, 7, 3)[:dims]),
         "adaptive pool of most": lambda: of("AdaptiveAvgPool", dims)((4, None, 2)[:dims]),
         "adaptive max pool": lambda: of("AdaptiveMaxPool", dims)((5, 7, 3)[:dims]),

@@ -1,7 +1,8 @@
-"""What `tile` is called with: the dimension that is cut, and lists and mappings that the module changes."""
+"""What `tile` is called with: the dimension that is cut, lists and mappings that the module changes; what it keeps."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -132,11 +133,6 @@ def by_a_view(x: Tensor, cache: list[Tensor]) -> Tensor:
     return x + 1
 
 
-def an_object(x: Tensor, cache: list[Any]) -> Tensor:
-    cache[1].add(x * 2)
-    return x * 2
-
-
 def a_result(x: Tensor, cache: list[Any]) -> Thing:
     found = Thing()
     found.add(x * 2)
@@ -151,7 +147,6 @@ def on_pixels(x: Tensor, cache: list[Any]) -> Tensor:
 @pytest.mark.parametrize(("function", "text"), [
     (in_place, "writing into a tensor that is handed in in a list or mapping"),
     (by_a_view, "writing into a tensor that is handed in in a list or mapping"),
-    (an_object, r"Thing itself keeps a tensor between calls \(its attribute 'kept'\)"),
     (a_result, "a result with tensors in a Thing is not served"),
     (on_pixels, "values of pixels"),
 ])  # fmt: skip
@@ -164,27 +159,84 @@ def test_what_is_refused_changes_nothing(function: Callable[..., Any], text: str
     assert len(cache) == 2 and torch.equal(cache[0], x + 1) and vars(thing) == vars(Thing())  # type: ignore[arg-type]
 
 
-class Counting(nn.Module):
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors that modules keep
+
+
+class Keeping(nn.Module):
+    """Reads what it has kept in the call before, in attributes, lists and an object."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.conv, self.before, self.calls = nn.Conv2d(3, 3, 3, padding=1), None, 0
         self.seen: list[Tensor] = []
-        self.calls = 0
+        self.again, self.thing = self.seen, Thing()
 
-    def encode(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if self.before is not None:
+            y = torch.cat([self.before, y], 2)[:, :, 1:-1] + self.thing.kept[-1].mean()
+        self.before = y[:, :, -2:].clone()
         self.calls += 1
-        self.seen.append(x)
-        return x * 2
+        self.seen.append(y.mean((2, 3)))
+        self.thing.add(x)
+        return y
+
+    def state(self) -> Any:
+        assert self.again is self.seen
+        return self.before, self.calls, self.seen, vars(self.thing)
 
 
 @torch.no_grad()
-def test_modules_that_a_function_names_are_looked_at_too() -> None:
-    net, x = Counting(), structured((1, 3, 12, 10))
-    for function in (net.encode, lambda x: net.encode(x)):
-        with pytest.raises(
-            pc.NotServed, match=r"Counting itself keeps a tensor between calls \(its attribute 'seen'\)"
-        ):
-            pc.tile(function, x)
-        assert net.seen == [] and net.calls == 0
+def test_modules_keep_what_they_keep_in_one_call() -> None:
+    torch.manual_seed(0)
+    stock, x = Keeping().double(), structured((2, 3, 20, 11))
+    one, by_module, named = copy.deepcopy(stock), copy.deepcopy(stock), copy.deepcopy(stock)
+    pc.tile_modules(by_module, "", budget="1MiB")
+    for number in range(2):
+        want = stock(x + number)
+        before = copy.deepcopy(one.state())
+        pc.tile_plan(one, x + number)
+        alike(one.state(), before)
+        with pytest.raises(ValueError, match="out: expected a module that keeps no tensor for its next call"):
+            pc.tile(one, x + number, out=torch.empty_like(want))
+        alike(pc.tile(one, x + number, tile=3), want)
+        alike(by_module(x + number), want)
+        alike(pc.tile(lambda x: named(x), x + number, tile=3), want)
+        for net in (one, by_module, named):
+            alike(net.state(), stock.state())
+
+
+@torch.no_grad()
+def test_objects_keep_what_they_keep_in_one_call() -> None:
+    x, thing = structured((1, 3, 12, 10)), Thing()
+
+    def function(x: Tensor, things: list[Thing]) -> Tensor:
+        things[0].add(x * 2)
+        return x + 1
+
+    alike(pc.tile(function, (x, [thing]), tile=3), x + 1)
+    alike(vars(thing), {"kept": [x * 2], "count": 1})
+
+
+class Hidden:
+    """Of which nobody knows that it has attributes."""
+
+    def __init__(self) -> None:
+        self.inner = Thing()
+
+
+@torch.no_grad()
+def test_a_tensor_that_was_left_somewhere_is_refused() -> None:
+    hidden, x = Hidden(), structured((1, 3, 12, 10))
+
+    def function(x: Tensor, things: list[Hidden]) -> Tensor:
+        hidden.inner.add(x)
+        return x + hidden.inner.kept[0]
+
+    pc.tile(function, (x, [hidden]))
+    with pytest.raises(pc.NotServed, match="add is not served: it reads what an earlier call of tile has left in an"):
+        pc.tile(function, (x, [hidden]))
 
 
 @torch.no_grad()

@@ -198,3 +198,32 @@ def test_every_model_is_right_or_refused(name: str) -> None:
         as_one_call(model, arguments, 2, 1e-6 if name in IN_FLOAT32 else 1e-9)
     except pc.NotServed as error:
         pytest.skip(str(error))
+
+
+FEATURES = model_zoo.words("""
+    resnet10t resnetv2_18 seresnet18 resnetblur18 ecaresnet26t skresnet18 regnetx_002 regnety_002 efficientnet_b0
+    tf_efficientnetv2_b0 mobilenetv2_035 mobilenetv3_small_050 mobilenetv4_conv_small convnext_atto convnextv2_atto
+    densenet121 res2next50 resnest14d vovnet39a ghostnet_050 ghostnetv2_100 rexnet_100 nfnet_l0 nf_regnet_b0 cspresnet50
+    cs3darknet_focus_s darknet53 selecsls42 legacy_xception xception41p repvgg_a0 mobileone_s1 fastvit_t8
+    edgenext_xx_small poolformer_s12 inception_next_atto lcnet_035 hardcorenas_b mnasnet_050 fbnetc_100 mixnet_s
+    hgnetv2_b0 dpn48b gernet_s repghostnet_050 repvit_m1 starnet_s050 mambaout_femto swiftformer_xs pvt_v2_b0
+    focalnet_tiny_srf efficientvit_b0 efficientvit_m0 shvit_s1 fasternet_t0 lcnetv2_small mobilevit_xxs convformer_s18
+    nextvit_small rdnet_tiny vgg11 davit_tiny gcresnext26ts resnetrs50 cspnext_tiny sequencer2d_s efficientvim_m1
+""")
+"""Of timm: a member of each family that takes images of odd sizes."""
+FEATURES_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("hrnet_w18_small", "dla34", "dla46x_c", "csatv2", "lowformer_b0"), (1, 3, 96, 64)),
+    **dict.fromkeys(("inception_v3", "inception_v4", "inception_resnet_v2"), (1, 3, 139, 107)),
+    "tresnet_m": (1, 3, 100, 72), "efficientformer_l1": (1, 3, 224, 224),
+}  # fmt: skip
+QUICK_FEATURES = ("resnet10t",)
+
+
+@pytest.mark.parametrize("name", [*FEATURES, *FEATURES_AT] if ALL else QUICK_FEATURES)
+@torch.no_grad()
+def test_features_of_timm(name: str) -> None:
+    timm = pytest.importorskip("timm", exc_type=Exception)
+    torch.manual_seed(0)
+    model = set_up(timm.create_model(name, pretrained=False, features_only=True))
+    tolerance = 1e-6 if f"timm/{name}" in IN_FLOAT32 else 1e-9
+    as_one_call(model, (structured(FEATURES_AT.get(name, ODD)),), 2, tolerance)

@@ -1,0 +1,102 @@
+"""`tile` on functions of torch one by one, against the call on the whole image: what they compute and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.spatial_chains import structured
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import patchconv_native as pc
+
+PLACES = torch.tensor([2, 0])
+TABLE = torch.linspace(-1, 1, 30).double().view(10, 3)
+
+
+def whole_numbers(x: Tensor) -> Tensor:
+    return (x.abs() * 3).long().clamp(0, 9)
+
+
+def masks(x: Tensor) -> Any:
+    """A mask is another tensor than its inverse."""
+    mask = x > 0
+    other = ~mask
+    mask &= x < 1
+    return torch.where(mask, x, 5.0), torch.where(other, x * 3, 7.0), mask ^ other, mask.logical_not_()
+
+
+def written(x: Tensor) -> Tensor:
+    y = x * 2
+    y.sin_().add_(2).log_()
+    y.index_add_(1, PLACES, x[:, :2])
+    y.index_put_((torch.tensor([1]),), torch.tensor(0.5, dtype=x.dtype))
+    return y.scatter_add_(1, whole_numbers(x).clamp(0, 3), x).floor_divide_(0.5)
+
+
+# Computed by strips.
+BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
+    "masks": masks,
+    "bits": lambda x: (whole_numbers(x) ^ 3) << 1 | whole_numbers(x).bitwise_xor(1),
+    "bytes": lambda x: ((x * 10).byte(), (x * 10).char()),
+    "numbers before": lambda x: 7 // (x.abs() + 1) + 7 % (x.abs() + 1),
+    "inverse functions": lambda x: x.asinh() + torch.arctan(x).sinc(),
+    "special functions": lambda x: torch.special.expit(x) + torch.special.erf(x),
+    "complex numbers": lambda x: torch.complex(x, x + 1).imag + torch.polar(x.abs(), x).real.angle(),
+    "leaky at random, evaluated": nn.RReLU(inplace=True).eval(),
+    "classes": lambda x: F.one_hot(whole_numbers(x), 10),
+    "words": lambda x: F.embedding(whole_numbers(x), TABLE, 0).movedim(-1, 1),
+    "alike channels": lambda x: F.cosine_similarity(x, x.roll(1, 1) + 1),
+    "alike channels, pair by pair": lambda x: F.cosine_similarity(x[:, None], x[:, :, None] + 1, -3),
+    "stacks": lambda x: torch.cat([torch.hstack([x, x]), torch.vstack([x[:1], x[1:]])], 1),
+    "as many": lambda x: x.tile(2, 1, 3) + torch.broadcast_to(x[:, :1], x.shape).tile((1, 2, 1, 3)),
+    "expanded": lambda x: (x[:, :1].broadcast_to(x.shape), x[:, :1].expand(-1, 3, -1, -1)),
+    "moved": lambda x: (x.movedim((1, 2), (-1, 0)), torch.moveaxis(x, 1, -1).swapdims(0, 1) * 2, x.mT + 1),
+    "pieces": lambda x: (*x.tensor_split(2, 1), *x.unsafe_chunk(2, 1), *x.split_with_sizes((1, 3), 1)),
+    "noise": lambda x: x + torch.randn_like(x) * torch.rand_like(x[:, :1]),
+}
+# Computed of the whole image at once.
+AT_ONCE: dict[str, Callable[[Tensor], Any]] = {
+    "written": written,
+    "scattered": lambda x: torch.zeros(2, 10, 23, 18, dtype=x.dtype).scatter(1, whole_numbers(x), x),
+    "alike rows": lambda x: F.cosine_similarity(x, x + 1, 2),
+    "differences": lambda x: x.diff(dim=2) + x.diff(dim=2, prepend=x[:, :, :1])[:, :, 1:],
+    "quantiles": lambda x: (torch.quantile(x, 0.3, dim=1), x.kthvalue(2, 1)[0], *x.aminmax(dim=1)),
+    "counts": lambda x: ((x > 0).count_nonzero(1), torch.bucketize(x, torch.linspace(-1, 1, 9).double())),
+    "tensors": lambda x: (torch.tensordot(x, TABLE[:4, :2], ([1], [0])), torch.linalg.norm(x, dim=1)),
+    "flat": lambda x: x.ravel() * 2,
+    "rows of one image": lambda x: x[0, 0].t(),
+}
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+@pytest.mark.parametrize("name", BY_STRIPS | AT_ONCE)
+@torch.no_grad()
+def test_a_function(name: str, dim: int) -> None:
+    function, x = (BY_STRIPS | AT_ONCE)[name], structured((2, 4, 23, 18))
+    torch.manual_seed(1)
+    want = function(x.clone())
+    torch.manual_seed(1)
+    got = pc.tile(function, x, tile=3, dim=dim)
+    pairs = list(zip(tree_leaves(got), tree_leaves(want), strict=True))
+    assert pairs
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
+    if name in BY_STRIPS:
+        assert "whole" not in str(pc.tile_plan(function, x, tile=3, dim=dim))
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: x.clone().unsqueeze_(1), lambda x: x[:, :1].clone().squeeze_(1), lambda x: x.clone().transpose_(2, 3),
+])  # fmt: skip
+@torch.no_grad()
+def test_another_shape_in_place_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    for shape in ((2, 4, 23, 18), (2, 4, 12, 12)):
+        with pytest.raises(
+            pc.NotServed, match=r"(squeeze|transpose)_ is not served: it gives a tensor another shape in"
+        ):
+            pc.tile(function, structured(shape))
