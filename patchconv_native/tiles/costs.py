@@ -21,6 +21,7 @@ from .chains import run_chain
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
 from .outside import Outside, largest_write
 from .record import Graph
+from .rows import alone
 from .stores import extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
@@ -174,7 +175,8 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
             )  # fmt: skip
         except NeedsWhole as needs:
             results = [needs.share]
-    result = sum(t.nbytes for t in tensors([getattr(one, "_local", one) for one in results]))
+        kept = [alone(t) for t in tensors([getattr(one, "_local", one) for one in results])]
+    result = sum(t.nbytes for t in kept)
     return Cost(peak.most, result, counted.work["flops"])
 
 

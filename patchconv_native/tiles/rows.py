@@ -11,6 +11,11 @@ from ..spatial.layout import empty, order
 _strips = load().strips
 
 
+def alone(rows: Tensor) -> Tensor:
+    """A copy of a view, which would keep all that it is a part of."""
+    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
+
+
 class Rows:
     """Rows `begin` to `end` of a whole. New ones are added at the end, and those before some row are let go."""
 
@@ -43,8 +48,7 @@ class Rows:
                 self._pieces = [(begin, whole)]
                 self.end += rows.size(self._dim)
                 return
-        if rows.untyped_storage().nbytes() > 2 * rows.nbytes:
-            rows = rows.clone()  # a view would keep all that it is a part of
+        rows = alone(rows)
         self._pieces.append((self.end, rows))
         self.end += rows.size(self._dim)
 
