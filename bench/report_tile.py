@@ -20,7 +20,8 @@ TEXT = (
     "the result. Time: the least of three calls (fewer where they take more than 30 s), each form in a process of its "
     "own, one after the other; planning is done in the call before them, but with files, where each call plans. The "
     "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
-    "since stock does not fit."
+    "since stock does not fit. Rows with a date are from a later run on such a machine; a time is given in units of "
+    "stock's only where both are from one run."
 )
 
 
@@ -56,19 +57,19 @@ def sections(data: Row) -> Iterator[Section]:
     yield Section(TEXT)
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == case]
-        stock = {row["side"]: row for row in rows if row["form"] == "stock"}
+        stock = {(row["side"], row.get("date")): row for row in rows if row["form"] == "stock"}
         error = data["errors"].get(case, {})
         said = ", ".join(f"{form} {value:.3g}" for form, value in error.items())
         yield Section(
             f"Root mean square error against float64, in units of stock's own: {said}." if said else "",
             ["megapixels", "form", "peak, MiB", "process, MiB", "seconds", "of stock's"],
-            [_line(row, stock[row["side"]]) for row in rows],
+            [_line(row, stock.get((row["side"], row.get("date")), {})) for row in rows],
             TITLES[case],
         )
 
 
 def _line(row: Row, stock: Row) -> list[str]:
-    line = [f"{_pixels(row):.1f}", row["form"]]
+    line = [f"{_pixels(row):.1f}", row["form"] + (f" ({row['date']})" if "date" in row else "")]
     if "peak" not in row:
         return [*line, row["error"], "", "", ""]
     seconds = row.get("seconds")
@@ -84,7 +85,7 @@ def figure(data: Row) -> Any:
     for axes, case in zip(places[0], cases, strict=True):
         rows = [row for row in data["rows"] if row["case"] == case and "peak" in row]
         for form in dict.fromkeys(row["form"] for row in rows):
-            mine = [row for row in rows if row["form"] == form]
+            mine = list({row["side"]: row for row in rows if row["form"] == form}.values())
             colour = {"stock": COLOURS["stock"], RIVAL: COLOURS["patch_conv"]}.get(form, COLOURS["ours"])
             axes.plot(
                 [_pixels(row) for row in mine], [row["peak"] / MIB for row in mine], marker="o", markersize=4,
