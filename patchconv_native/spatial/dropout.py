@@ -114,18 +114,22 @@ def seeded(
     return {"p": p, "inplace": inplace, "channels": function in _DIMS or function is torch.feature_dropout}
 
 
-def dropout_by_seed(x: Tensor, seed: Tensor, p: float, inplace: bool = False, channels: bool = False) -> Tensor:
-    """Dropout in training, of whole channels or of elements. The mask is that of this seed."""
+def dropout_by_seed(
+    x: Tensor, seed: Tensor, p: float, inplace: bool = False, channels: bool = False, dim: int = 0
+) -> Tensor:
+    """Dropout in training, of whole channels or of elements. The mask follows from this seed and `dim`."""
     y = _scaled(x, p, inplace)
-    return _drop_channels(y, seed, p) if channels else _drop_rows(y, 0, 0, seed, p)
+    return _drop_channels(y, seed, p) if channels else _drop_rows(y, dim, 0, seed, p)
 
 
 @rule(dropout_by_seed)
-def _dropout_by_seed(x: Any, seed: Tensor, p: float, inplace: bool = False, channels: bool = False) -> Tensor:
-    (dim, axis), *others = x.axes.items()
+def _dropout_by_seed(
+    x: Any, seed: Tensor, p: float, inplace: bool = False, channels: bool = False, dim: int = 0
+) -> Tensor:
     y = _scaled(x._local, p, inplace)
     if not channels:
-        _drop_rows(y, dim, axis.range[0], seed, p, dict(others))
+        low = x.axes[dim].range[0] if dim in x.axes else 0
+        _drop_rows(y, dim, low, seed, p, {d: axis for d, axis in x.axes.items() if d != dim})
     elif min(x.axes) < 2:
         raise refuse("dropout", "of whole channels: it takes (N, C, ...), cut along a spatial dimension")
     else:

@@ -32,6 +32,10 @@ def _update(running: Tensor | None, to: Tensor, momentum: float, executors: Exec
         running.mul_(1 - momentum).add_(to.to(running.dtype).view_as(running), alpha=momentum)
 
 
+TRACKING = {F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm}
+"""Functions that move running statistics."""
+
+
 _wider: contextvars.ContextVar[Executor | None] = contextvars.ContextVar(
     "executor over whose parts batch norms take statistics", default=None
 )

@@ -167,11 +167,11 @@ def check_out(owner: str, out: Any, graph: Graph, images: list[Any]) -> None:
         raise ValueError(f"{owner}: expected out to have the dtype {fake.dtype}, got {dtype}{hint}")
     if not isinstance(out, Tensor) and _is_numpy(out) and not out.flags.writeable:
         raise ValueError(f"{owner}: expected out to be an array that can be written, got one that is read-only")
-    if any(_share(out, image) for image in images):
+    if any(share_memory(out, image) for image in images):
         raise ValueError(f"{owner}: expected out to have memory of its own, got that of x")
 
 
-def _share(a: Any, b: Any) -> bool:
+def share_memory(a: Any, b: Any) -> bool:
     """Whether two tensors or arrays of numpy's may lie in the same memory."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not b.is_meta and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -61,12 +61,13 @@ def join_steps(graph: Graph, sweep: Sweep, reaches: Sequence[Callable[[int], Rea
     sweep.steps = steps
 
 
-@functools.lru_cache(maxsize=4096)
 def _in_place(call: Call) -> Call:
     """The call, with a result in place of its argument where its function can."""
     if call.function not in _WITH_INPLACE or call.kwargs.get("inplace"):
         return call
-    return dataclasses.replace(call, kwargs={**call.kwargs, "inplace": True})
+    if call.in_place is None:
+        call.in_place = dataclasses.replace(call, kwargs={**call.kwargs, "inplace": True})
+    return call.in_place
 
 
 def find_rooms(graph: Graph, kinds: Kinds, sweep: Sweep) -> None:
@@ -104,7 +105,7 @@ def _cuts(graph: Graph, kinds: Kinds, call: Call, region: Region) -> dict[str, t
 
 def run_chain(
     graph: Graph, kinds: Kinds, step: Step, region: Region, cut: dict[int, Tensor], reads: dict[int, Region],
-    whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]], first: Callable[[int], bool],
+    whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]],
     probing: Callable[[int], bool] = lambda place: False, room: Callable[[Tensor], Tensor | None] | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of a step's last call, for a part of them. cut: of the cut arguments of the first call, the parts
@@ -138,7 +139,7 @@ def run_chain(
                     local = local.clone()
                 given[v] = local, axes_at(graph, kinds, v, there)
         results.clear()
-        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place), first(place))
+        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place))
         del local
         results = run_part(call, asked, given)
         given.clear()

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .._bytes import parse_bytes
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments
 from .choices import fits_a_strip
 from .plan import TilePlan
 from .record import Recorded, autocast_of
-from .tiling import check_gradients, plan_graph, record_call, run_plan
+from .tiling import budget_of, check_gradients, plan_graph, record_call, run_plan
 
 OWNER = "tile_modules"
 _KEPT = 4
@@ -115,10 +114,6 @@ def _kind(budget: int | None, dim: int) -> type[_Tiled]:
     return type("_Tiled", (_Tiled,), own)
 
 
-def _bytes(budget: int | str | None) -> int | None:
-    return None if budget is None else parse_bytes(budget, f"{OWNER}: budget")
-
-
 def tile_modules(
     model: Model, which: Which | Mapping[str, int | str | None] = "", budget: int | str | None = None, dim: int = 2
 ) -> Model:
@@ -142,8 +137,8 @@ def tile_modules(
     if isinstance(which, Mapping):
         if budget is not None:
             raise TypeError(f"{OWNER}: expected budget to be None where which says it, got {budget!r}")
-        budgets = {name: _bytes(value) for name, value in which.items()}
-    shared = _bytes(budget)
+        budgets = {name: budget_of(OWNER, value) for name, value in which.items()}
+    shared = budget_of(OWNER, budget)
     changed = wrap_modules(
         OWNER, "tile", model, list(budgets) if isinstance(which, Mapping) else which, _Tiled,
         lambda name: _kind(budgets.get(name, shared), dim),

@@ -146,6 +146,10 @@ def strips_of(graph: Graph, dims: Sequence[int], wishes: Wishes) -> TilePlan:
     plan = _plan(planner, wishes, stored, planner.choose(stored, None, cuts=choice.cuts))
     if max(choice.peaks) <= room and not fits(plan):  # what it does take is more
         plan = _plan(planner, wishes, *_found(planner, room, None))
+    if not fits(plan):
+        stored, choice = _found(rough, 1, None)
+        least = _plan(planner, wishes, stored, planner.choose(stored, None, cuts=choice.cuts))
+        plan = min(plan, least, key=lambda one: one.needs)
     return _checked(plan)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +54,8 @@ class Call:
     autocast: Autocast
     result: Any = None
     """Values, as the function returns them, with a Ref for each tensor."""
+    in_place: Call | None = None
+    """The same call with its result in place of its argument, once it was made."""
 
     @property
     def name(self) -> str:
@@ -208,6 +212,19 @@ class Recorder:
         where = f" (in {self._inside[-1]})" if self._inside[-1] else ""
         return NotServed(f"tile: {function}{where} is not served: {why}")
 
+    def check_gone(self) -> None:
+        """When the call is over. What is left of it would be read as if it had numbers."""
+        if self._left():
+            gc.collect()
+        if self._left():
+            raise NotServed(
+                "tile: a tensor of the call is kept by a hook, a closure or a global variable, which is not served: "
+                "return it, or let the module have it as an attribute"
+            )
+
+    def _left(self) -> bool:
+        return any(made() is not None for some in self._alive.values() for made in some)
+
     def check_there(self, name: str, values: Any) -> None:
         """What a call, or the caller, is given."""
         for leaf in tree_leaves(values):
@@ -292,13 +309,15 @@ class Recorder:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Knows the module whose forward runs."""
-        hooks = nn.modules.module
+        hooks, own = nn.modules.module, threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._inside.append(self._names.get(id(module), type(module).__name__))
+            if threading.get_ident() == own:  # hooks are those of all threads
+                self._inside.append(self._names.get(id(module), type(module).__name__))
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            self._inside.pop()
+            if threading.get_ident() == own:
+                self._inside.pop()
 
         handles = [
             hooks.register_module_forward_pre_hook(enter),
@@ -402,6 +421,13 @@ def record(
         if len(state) > 1:
             torch.cuda.set_rng_state(state[1], device)
 
+    del found, changes
+    values.clear()
+    try:
+        recorder.check_gone()
+    except NotServed:
+        take_back()
+        raise
     if not keep_changes:
         take_back()
     elif not graph.repeatable:

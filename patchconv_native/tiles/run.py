@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..spatial import Range
 from ..spatial.layout import in_layout_of, layout
+from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
 from .chains import run_chain
 from .journal import Journal, State, resumed, rows_in_files
@@ -54,8 +55,6 @@ class Run:
     """Of each stored value, the bands."""
     answers: dict[int, list[Tensor]] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
-    updated: set[int] = field(default_factory=set)
-    """Calls that have moved running statistics."""
     outside: Outside = field(default_factory=lambda: Outside("device"))
     transfers: Transfers | None = None
     """What copies while strips are computed, as `outside` says."""
@@ -79,7 +78,7 @@ class Run:
             return rows if self.inputs[v].strides == fake.stride() else in_layout_of(fake, rows)
         low, high = region[0]
         if len(self.own[v]) == 1:
-            return self.stored[v][0].read(low, high)
+            return part_of(self.kinds, v, self.stored[v][0].read(low, high), region, (region[0], *self.own[v][0]))
         made = self.empty(v, region)
         self._join(v, region, made, lambda kept: kept.read(low, high))
         return made
@@ -126,19 +125,13 @@ class Run:
         self.own[v] = bands
         there = self.stored.setdefault(v, [])
         fake, dim = self.graph.fakes[v], self.kinds.dims[v]
-        with self.graph.mode:
-            like = part_of(self.kinds, v, fake, ((0, fake.size(dim)), *bands[len(there)]))
-        there.append(self.store.rows(f"{v}-{len(there)}", dim, like, end))
+        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        like = part_of(self.kinds, v, meta, ((0, fake.size(dim)), *bands[len(there)]))
+        there.append(self.store.rows(f"{v}-{len(there)}", dim, like, fake.device, end))
 
     def free(self, v: int) -> None:
         for rows in self.stored.pop(v, []):
             rows.close()
-
-    def first(self, place: int) -> bool:
-        """Whether a call has not been asked about before."""
-        first = place not in self.updated
-        self.updated.add(place)
-        return first
 
 
 def run_sweep(run: Run, sweep: Sweep, advance: Callable[[], None], journal: Journal | None = None) -> None:
@@ -263,8 +256,7 @@ def _run_step(
     try:
         results = run_chain(
             run.graph, kinds, step, region, cut, reads, run.whole.__getitem__,
-            lambda place: run.answers.get(place, ()),
-            lambda place: sweep.number == kinds.done(place) and run.first(place), room=room,
+            lambda place: run.answers.get(place, ()), room=room,
         )  # fmt: skip
     except NeedsWhole as needs:
         if not step.asks:
@@ -305,9 +297,7 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
             found = run_whole(call, whole.__getitem__)
             del whole
         else:
-            given = {v: _dummy(run, v) if v in kinds.dims else run.whole[v] for v in call.inputs}
-            cuts = dict.fromkeys((one.axis for one in kinds.axes), part_cuts(0, 1, 1))
-            found = run_part(call, Asked(cuts, 1, run.answers.get(place, ())), given)
+            found = _from_answers(run, place)
         for v, value in zip(call.outputs, found, strict=True):
             if v not in kinds.dims and v in last:
                 run.whole[v] = local_of(value)
@@ -324,6 +314,21 @@ def _whole(run: Run, v: int, copy: bool) -> Tensor:
         return run.whole[v].clone() if copy else run.whole[v]
     found = run.read(v, whole_region(run.graph, run.kinds, v))
     return found.clone() if copy else found
+
+
+def _from_answers(run: Run, place: int, moves: bool = False) -> list[Any]:
+    """The results of a call that follow from numbers of the whole image alone. moves: it moves running statistics."""
+    call, kinds = run.graph.calls[place], run.kinds
+    given = {v: _dummy(run, v) if v in kinds.dims else run.whole[v] for v in call.inputs}
+    cuts = dict.fromkeys((one.axis for one in kinds.axes), part_cuts(0, 1, 1))
+    return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), first=moves), given)
+
+
+def move_statistics(run: Run) -> None:
+    """Of norms over the image, in the order in which the module calls them; also where nobody reads the result."""
+    for place, call in enumerate(run.graph.calls):
+        if call.function in TRACKING and run.kinds.questions[place]:
+            _from_answers(run, place, moves=True)
 
 
 def _dummy(run: Run, v: int) -> Any:

@@ -66,9 +66,16 @@ class FileRows:
     """
 
     def __init__(
-        self, path: Path, dim: int, like: Tensor, end: int = 0, remove: Callable[[Path], Any] = Path.unlink
+        self,
+        path: Path,
+        dim: int,
+        like: Tensor,
+        end: int = 0,
+        remove: Callable[[Path], Any] = Path.unlink,
+        device: torch.device | None = None,
     ) -> None:
-        self._remove, self._path, self._dim, self._device, self._dtype = remove, path, dim, like.device, like.dtype
+        self._remove, self._path, self._dim, self._dtype = remove, path, dim, like.dtype
+        self._device = device or like.device
         self._shape = list(like.shape)
         strides = like.stride()
         self._dense = sorted(range(like.dim()), key=lambda d: -strides[d])  # the order of a strip in memory
@@ -186,17 +193,17 @@ class Store:
         while self._unneeded:
             self._unneeded.pop().unlink(missing_ok=True)
 
-    def rows(self, name: str, dim: int, like: Tensor, end: int = 0) -> Kept:
-        """For a value. like: its shape, dtype, device and strides. end: the rows that are there."""
+    def rows(self, name: str, dim: int, like: Tensor, device: torch.device, end: int = 0) -> Kept:
+        """For a value on a device. like: its shape, dtype and strides. end: the rows that are there."""
         if self._where == "device":
             return Rows(dim)
         if self._where == "cpu":
-            return HostRows(dim, like.device)
+            return HostRows(dim, device)
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="patchconv-tile-", dir=self._where))
         self._folder.mkdir(exist_ok=True)
         remove = self._unneeded.append if self._stays else Path.unlink
-        self._files.append(FileRows(self._folder / f"{name}.rows", dim, like, end, remove))
+        self._files.append(FileRows(self._folder / f"{name}.rows", dim, like, end, remove, device))
         return self._files[-1]
 
 

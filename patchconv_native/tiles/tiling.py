@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,21 +16,24 @@ from torch.utils._pytree import tree_map_only
 from .._bytes import parse_bytes
 from ..planner.plans import BudgetError
 from ..spatial import NotServed
+from ..spatial.norms import TRACKING
 from .arguments import Arguments
-from .arrays import Sink, Source, check_out, is_array, on_host
-from .attention import gather_keys
+from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
 from .fold import fold_norms, in_channels_last
 from .journal import Journal
 from .outside import Outside
 from .plan import TilePlan, Wishes, bands_of, strips_of
+from .prepare import prepare_for_rows
 from .record import Graph, Ref, record, refs
-from .run import Run, run_between, run_sweep, take_up
+from .run import Run, move_statistics, run_between, run_sweep, take_up
 from .state import change
 from .stores import Store, Where, check_store
 from .sweeps import Sweep
 from .transfers import serves
 
 Progress = Callable[[int, int], None]
+_RECORDING = threading.RLock()
+"""Hooks that are those of all threads are set while a module is recorded."""
 
 
 def tile(
@@ -106,13 +110,20 @@ def plan_call(
     out_later: bool = False,
 ) -> TilePlan:  # fmt: skip
     """Records forward(*arguments), of a module or of a function, and plans it. out_later: `out` follows at the call."""
-    room = None if budget is None else parse_bytes(budget, f"{owner}: budget")
+    room = budget_of(owner, budget)
     tiles = _tile_sizes(owner, tile, arguments.dims)
     check_store(owner, store, _device_of(module, arguments.images[0]))
     graph = record_call(owner, module, forward, arguments, keep_changes)
     if out_later:
         graph.kept = []  # of a module that is not called again
     return plan_graph(owner, module, graph, arguments, room, tiles, store, out, out_later)
+
+
+def budget_of(owner: str, budget: int | str | None) -> int | None:
+    room = None if budget is None else parse_bytes(budget, f"{owner}: budget")
+    if room is not None and room < 1:
+        raise ValueError(f"{owner}: budget: expected at least 1 byte, got {budget!r}")
+    return room
 
 
 def record_call(
@@ -127,13 +138,20 @@ def record_call(
             raise ValueError(f"{owner}: expected parameters and buffers with memory, got {name} on meta: {advice}")
     device = _device_of(module, arguments.images[0])
     sources = [Source(owner, image, device) for image in arguments.images]
-    graph = record(
-        module, [(source.shape, source.dtype, source.strides) for source in sources], device,
-        lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
-    )  # fmt: skip
+    with _RECORDING:
+        graph = record(
+            module, [(source.shape, source.dtype, source.strides) for source in sources], device,
+            lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
+        )  # fmt: skip
     with graph.undone_on_error():
+        written = {call.inputs[0] for call in graph.calls if call.writes} & set(graph.inputs)
+        for v, image in zip(graph.inputs, arguments.images, strict=True):
+            others = (other for other in arguments.images if other is not image)
+            twice = sum(other is image for other in arguments.images) > 1
+            if v in written and (twice or any(share_memory(image, other) for other in others)):
+                raise NotServed("tile: writing into an image that is handed in twice, or a part of it, is not served")
         fold_norms(graph)
-        gather_keys(graph, arguments.dims)
+        prepare_for_rows(graph, arguments.dims)
     return graph
 
 
@@ -222,14 +240,30 @@ def run_plan(
     journal: where it is written down how far the call has come, and from where it goes on. `out` and the folder of the
     store are then those of the call that was broken off.
     """
+    graph = plan.graph
+    undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
+    before = [(t, t.clone()) for call in graph.calls if call.function in TRACKING for t in call.constants]
+    try:
+        return _computed(plan, arguments, out, progress, journal)
+    except BaseException:
+        for tensor, old in before:
+            if not torch.equal(tensor, old):
+                tensor.copy_(old)
+        undo()
+        raise
+
+
+def _computed(
+    plan: TilePlan, arguments: Arguments, out: Any, progress: bool | Progress, journal: Journal | None
+) -> Any:
     graph, kinds = plan.graph, plan.kinds
-    graph.undo = Graph.undo  # what it held is freed
     results = {}
     for v in [v for sweep in plan.sweeps for v in sweep.results]:
         fake = graph.fakes[v]
         strides = graph.strides.get(v, fake.stride())
-        if 0 in strides:  # of an expanded value, whose places lie in the same memory
-            strides = torch.empty(fake.shape, device="meta").stride()
+        like = torch.empty_strided(fake.shape, strides, device="meta")
+        if like.untyped_storage().nbytes() != like.nbytes:  # of a part of a tensor, or an expanded one
+            strides = torch.empty_like(like).stride()
         made = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device) if out is None else out
         results[v] = Sink(made)
     device = graph.fakes[graph.inputs[0]].device
@@ -256,6 +290,7 @@ def run_plan(
                     run_between(run, number, plan.last)
                 if number in sweeps:
                     run_sweep(run, sweeps[number], advance, journal)
+        move_statistics(run)
 
     def value(ref: Ref) -> Any:
         if ref.index in results:

@@ -1,4 +1,8 @@
-"""Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip."""
+"""What is found of a recorded graph from the dimension along which it is cut.
+
+Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip. Dropout:
+the mask is made row by row along that dimension, so that it is the same in strips, in bands and at once.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..spatial.dropout import dropout_by_seed
 from ..spatial.rules import NotServed, rule
 from .kinds import ON_WHOLE, kinds_of
 from .record import Call, Graph, Ref
@@ -34,11 +39,11 @@ def _refused(x: Any) -> Tensor:
 ON_WHOLE.add(keys_or_values)
 
 
-def gather_keys(graph: Graph, dims: Sequence[int]) -> None:
-    """Puts a call that gets the keys whole before each attention over the image, and one that gets the values. dims: as
-    of `kinds_of`.
+def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
+    """Puts a call that gets the keys whole before each attention over the image, and one that gets the values; gives
+    each dropout its dimension. dims: as of `kinds_of`.
     """
-    if not any(call.function is F.scaled_dot_product_attention for call in graph.calls):
+    if not any(call.function in (F.scaled_dot_product_attention, dropout_by_seed) for call in graph.calls):
         return
     kinds = kinds_of(graph, dims[:1])
     calls: list[Call] = []
@@ -51,6 +56,8 @@ def gather_keys(graph: Graph, dims: Sequence[int]) -> None:
             calls += wholes.values()
             results = {name: one.result for name, one in wholes.items()}
             call = dataclasses.replace(call, args=(), kwargs=given | results)
+        if call.function is dropout_by_seed and call.inputs[0] in kinds.dims:
+            call = dataclasses.replace(call, kwargs={**call.kwargs, "dim": kinds.dims[call.inputs[0]]})
         calls.append(call)
     graph.calls = calls
 
