@@ -6,6 +6,7 @@ of a norm, a global mean) asks for them in one sweep, and its result can be comp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,9 @@ ON_WHOLE = {
 }  # fmt: skip
 """Functions that mix places and have no rule. They get their arguments whole, as a function does whose rule refuses."""
 
+
+_WORDS = re.compile(r"not served on a SpatialTensor: | is not served: ")
+"""Before the reason in an error's text: where a call gets its arguments whole, it is served."""
 
 Region = tuple[Range, ...]
 """A part of a cut value: a range along each of `Kinds.axes`, rows first."""
@@ -108,7 +112,7 @@ def _add(graph: Graph, kinds: Kinds, call: Call) -> None:
             if call.function not in ON_WHOLE and call.function not in RULES:
                 raise
             gathers = True
-            kinds.why[number] = str(error).partition(". pc.tile_plan")[0]
+            kinds.why[number] = _WORDS.split(str(error).partition(". pc.tile_plan")[0])[-1]
     kinds.questions.append(questions)
     kinds.gathers.append(gathers)
     for one, (scaled, fetches) in zip(kinds.axes, alone, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -330,6 +331,17 @@ class Recorder:
                 handle.remove()
 
 
+@contextlib.contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Where a module raises an error, as for images that are too small, torch would log one of its own beside it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def autocast_of(device: str) -> Autocast:
     return (
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
@@ -400,7 +412,12 @@ def record(
         values.append(recorder.value(cast(FakeTensor, fake)))
         graph.inputs.append(values[-1]._index)
     try:
-        with undo, recorder.running(), torch.compiler.set_stance("force_eager"):  # compiled modules run as they are
+        with (
+            undo,
+            recorder.running(),
+            _without_tracebacks(),
+            torch.compiler.set_stance("force_eager"),
+        ):  # compiled modules run as they are
             found = call(values)
         changes = held.changes()
         recorder.check_there("the module's result", (found, [change for _, change in changes]))
