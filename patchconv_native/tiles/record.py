@@ -109,6 +109,8 @@ class Graph:
     """The lists and mappings among the arguments that the module changes (`Arguments.change`), with Refs as well."""
     kept: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
     """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
+    fed: list[Tensor] = field(default_factory=list)
+    """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     undo: Callable[[], None] = lambda: None
@@ -183,6 +185,8 @@ _ON_PIXELS = {
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "nonzero",
     "equal", "allclose",
 }  # fmt: skip
+_TAKES_NUMBERS = _ON_PIXELS | {"is_nonzero", "__complex__"}
+"""They give Python numbers that are in a tensor."""
 _ANSWERS = {
     _tensor.requires_grad.__get__: False, _tensor.grad_fn.__get__: None, _tensor.is_leaf.__get__: True,
 }  # fmt: skip
@@ -348,22 +352,54 @@ def autocast_of(device: str) -> Autocast:
     )  # fmt: skip
 
 
+def _storage(tensor: Tensor) -> int | None:
+    """None for a tensor that has none, as a sparse one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _plain(values: Any) -> list[Tensor]:
+    """The tensors that are not recorded."""
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor) and not isinstance(one, Recorded)]
+
+
 class _Undo(TorchFunctionMode):
-    """Keeps what tensors held that the module writes into, as batch norm into its counter."""
+    """Keeps what tensors held that the module writes into, as batch norm into its counter; and notes of which tensors
+    the module computes others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.fed: dict[int, Tensor] = {}
+        """Those that were there before, or views of them."""
+        self._made: set[int | None] = set()
+        """The storages that were not there before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and type(args[0]) in (Tensor, nn.Parameter) and _writes(func, kwargs):
+        sets = func is _tensor.__setitem__
+        writes = args and type(args[0]) in (Tensor, nn.Parameter) and (sets or _writes(func, kwargs))
+        if writes and _storage(args[0]) not in self._made:
             self.before.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note(name_of(func), _plain((args, kwargs)), _plain(args[0] if sets else result))
+        return result
+
+    def _note(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
+        if name == "__get__" or not (results or name in _TAKES_NUMBERS):
+            return  # an attribute, such as its shape; or a value that is recorded
+        of_given, into = set(map(_storage, given)), set(map(_storage, results))
+        if not name.endswith("_like") and (not name.startswith("new_") or name == "new_tensor"):  # those read a shape
+            known = self._made | (into - {None})
+            self.fed.update({id(one): one for one in given if _storage(one) not in known})
+        self._made |= into - of_given - {None}
 
     @torch.no_grad()
     def undo(self) -> None:
-        for tensor, before in self.before.values():
+        for tensor, before in reversed(self.before.values()):  # a view may have been written to before its base
             tensor.copy_(before)
 
 
@@ -430,6 +466,7 @@ def record(
     finally:
         held.put_back()
     drew = any(not torch.equal(a, b) for a, b in zip(state, _random_state(device), strict=True))
+    graph.fed = list(undo.fed.values())
     graph.repeatable = not undo.before and not drew and not graph.kept
 
     def take_back() -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+import gc
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +18,8 @@ from torch._dynamo.testing import CompileCounter
 
 import patchconv_native as pc
 from patchconv_native.tiles import modules as tiled
+
+np = pytest.importorskip("numpy")
 
 
 class Net(nn.Module):
@@ -98,6 +106,209 @@ def test_attributes_that_a_forward_reads_may_change() -> None:
         torch.testing.assert_close(net(X), stock(X))
 
 
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each recording."""
+    found: list[int] = []
+    record = tiled.record_call
+
+    def counted(*given: Any, **more: Any) -> Any:
+        found.append(1)
+        return record(*given, **more)
+
+    monkeypatch.setattr(tiled, "record_call", counted)
+    return found
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight / (weight.flatten(1).std(1) + 1e-5).view(-1, 1, 1, 1), self.bias)
+
+
+class Filled(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.zeros_like(self.weight)
+        weight[1:] = self.weight.view(3, 3, 3, 3)[1:]
+        return self._conv_forward(x, weight, self.bias)
+
+
+class Asked(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.weight.data[0].sum())
+
+
+def weight_normed(*sizes: Any, **more: Any) -> Any:
+    return torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(*sizes, **more))
+
+
+WRITES = {
+    "data": lambda t: t.data.mul_(3.0).add_(0.1),
+    "copy": lambda t: t.data.copy_(torch.linspace(-1, 2, t.numel()).view_as(t)),
+    "numpy": lambda t: t.detach().numpy().__imul__(-0.7),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("kind", [Standardised, Filled, Asked, weight_normed, nn.Conv2d])
+@torch.no_grad()
+def test_writes_that_no_version_counts(kind: Any, how: str, recorded: list[int]) -> None:
+    """Of weights that a forward computes others of: the plan is made again. Of others it stays."""
+    torch.manual_seed(0)
+    net = nn.Sequential(kind(3, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 3, 3)).eval()
+    stock = copy.deepcopy(net)
+    pc.tile_modules(net, "", budget="600KiB")
+    for _ in range(3):
+        torch.testing.assert_close(net(X), stock(X))
+    assert len(recorded) == 1
+    for model in (net, stock):
+        for parameter in model[0].parameters():
+            WRITES[how](parameter)
+    for _ in range(2):
+        torch.testing.assert_close(net(X), stock(X), rtol=1e-4, atol=1e-4)
+    assert len(recorded) == (1 if kind is nn.Conv2d else 2)
+
+
+class Given(nn.Module):
+    """Calls what is in its attribute."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.conv, self.value = nn.Conv2d(3, 3, 3, padding=1), value
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.value[0] if isinstance(self.value, list) else self.value
+        x = self.conv(x)
+        if isinstance(value, SimpleNamespace):
+            return x * value.of[0].scale
+        if isinstance(value, (set, np.ndarray)):
+            return x * sum(map(float, value))
+        return value(x) if callable(value) else x.double() * value if isinstance(value, float) else x * value
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@torch.no_grad()
+def test_another_function_in_the_place_of_one_that_is_gone(listed: bool) -> None:
+    """It may get the id of the old one."""
+    net = pc.tile_modules(Given(None), "", budget="600KiB").eval()
+    for factor in range(10):
+        net.value = None
+        function = eval(f"lambda v: v * {factor}.0")
+        net.value = [function] if listed else function
+        del function
+        torch.testing.assert_close(net(X), net.conv(X) * factor)
+
+
+@dataclasses.dataclass(slots=True)
+class Scale:
+    scale: float
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (SimpleNamespace(of=[SimpleNamespace(scale=1.0)]), lambda m: setattr(m.value.of[0], "scale", 3.0)),
+        (SimpleNamespace(of=[Scale(1.0)]), lambda m: setattr(m.value.of[0], "scale", 3.0)),
+        ({1.0, 2.0}, lambda m: m.value.add(4.0)),
+        (2, lambda m: setattr(m, "value", 2.0)),
+        (0.0, lambda m: setattr(m, "value", -0.0)),
+        (functools.partial(torch.add, other=1.0), lambda m: m.value.keywords.update(other=5.0)),
+        (np.ones(2), lambda m: m.value.__setitem__(0, 5.0)),
+        (np.float32(2), lambda m: setattr(m, "value", np.float32(3))),
+    ],
+    ids=["object", "slots", "set", "type", "sign", "partial", "array", "scalar"],
+)
+@torch.no_grad()
+def test_attributes_that_change_in_place(value: Any, change: Any, recorded: list[int]) -> None:
+    net: Any = Given(value).eval()
+    net.cycle = SimpleNamespace(module=net)
+    net.cycle.more = [net.cycle]
+    stock = copy.deepcopy(net)
+    pc.tile_modules(net, "", budget="600KiB")
+    for _ in range(3):
+        torch.testing.assert_close(net(X), stock(X))
+    assert len(recorded) == (3 if isinstance(value, np.ndarray) else 1)  # arrays may change without a trace
+    change(net), change(stock)
+    for _ in range(2):
+        got, want = net(X), stock(X)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got.signbit(), want.signbit()) or value != 0.0
+    assert len(recorded) == (5 if isinstance(value, np.ndarray) else 2)
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.first, self.last = nn.Conv2d(3, 3, 3), nn.ReLU(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.first is None else self.first(x)
+        return self.conv(x) if self.last is None else self.last(self.conv(x))
+
+
+@torch.no_grad()
+def test_which_of_two_equal_parts_is_there() -> None:
+    net: Any = Skips().eval()
+    stock = copy.deepcopy(net)
+    pc.tile_modules(net, "", budget="600KiB")
+    for first, last in ((None, nn.ReLU()), (nn.ReLU(), None)):
+        for model in (net, stock):
+            model.first, model.last = first, last
+        torch.testing.assert_close(net(X), stock(X))
+
+
+class Masked(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(3, 1, 1)
+        mask[1] = 1.0
+        mask[2].add_(2.0)
+        return super().forward(x) * mask
+
+
+@torch.no_grad()
+def test_a_tensor_that_the_module_makes_and_writes_into_is_no_change(recorded: list[int]) -> None:
+    net = pc.tile_modules(Masked(3, 3, 3), "", budget="600KiB").eval()
+    want = nn.Conv2d.forward(net, X) * torch.tensor([0.0, 1.0, 2.0]).view(3, 1, 1)
+    for _ in range(3):
+        torch.testing.assert_close(net(X), want)
+    assert len(recorded) == 1
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.count = nn.Conv2d(3, 3, 3), nn.Buffer(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count[0] += 1
+        self.count[1] = 5
+        return self.conv(x) * self.count[0]
+
+
+@torch.no_grad()
+def test_a_part_of_a_buffer_that_is_written_to() -> None:
+    net = Counts().eval()
+    stock = copy.deepcopy(net)
+    pc.tile_plan(net, X)
+    assert net.count.tolist() == [1, 1]
+    pc.tile_modules(net, "", budget="600KiB")
+    for _ in range(2):
+        torch.testing.assert_close(net(X), stock(X))
+        assert torch.equal(net.count, stock.count)
+
+
+@torch.no_grad()
+def test_no_plan_keeps_its_module() -> None:
+    net: Any = pc.tile_modules(weight_normed(3, 3, 3, padding=1), "", budget="600KiB").eval()
+    net.itself = [SimpleNamespace(of=net), net.forward]
+    net(X)
+    assert len(tiled._plans[net]) == 1
+    alive = weakref.ref(net)
+    del net
+    gc.collect()
+    assert alive() is None
+
+
 @torch.no_grad()
 def test_small_images_run_the_modules_own_forward(net: Net) -> None:
     ran: list[int] = []
@@ -115,11 +326,8 @@ def test_small_images_run_the_modules_own_forward(net: Net) -> None:
 
 
 @torch.no_grad()
-def test_small_images_are_recorded_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_images_are_recorded_once(net: Net, recorded: list[int]) -> None:
     """And no smaller ones: planning takes longer than a call of a small image."""
-    recorded = []
-    record = tiled.record_call
-    monkeypatch.setattr(tiled, "record_call", lambda *given, **more: recorded.append(1) or record(*given, **more))
     pc.tile_modules(net)
     for _ in range(3):
         net(X[:, :, :40])
