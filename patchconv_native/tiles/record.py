@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..memory.fake import FakeMode
@@ -31,6 +29,7 @@ from ..spatial.pointwise import BY_PLACE, OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from .state import Held, modules_of, objects
+from .watch import ON_PIXELS, Undo, random_state, without_tracebacks, writes_first
 
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
@@ -90,7 +89,7 @@ class Call:
     @functools.cached_property
     def writes(self) -> bool:
         """Whether it writes into its first argument."""
-        return _writes(self.function, self.kwargs)
+        return writes_first(self.function, self.kwargs)
 
 
 @dataclass
@@ -170,23 +169,7 @@ class Recorded(Tensor):
         raise NotServed(f"{name_of(func)}: not served by tile: C++ code called it, past torch's functions")
 
 
-def _writes(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes into its first argument."""
-    name = name_of(function)
-    if function is set_item or kwargs.get("inplace"):
-        return True
-    if name.startswith("__"):  # __iadd__ is that of __add__
-        return name.startswith("__i") and hasattr(Tensor, "__" + name[3:])
-    return name.endswith("_")
-
-
 _tensor: Any = Tensor
-_ON_PIXELS = {
-    "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "nonzero",
-    "equal", "allclose",
-}  # fmt: skip
-_TAKES_NUMBERS = _ON_PIXELS | {"is_nonzero", "__complex__"}
-"""They give Python numbers that are in a tensor."""
 _ANSWERS = {
     _tensor.requires_grad.__get__: False, _tensor.grad_fn.__get__: None, _tensor.is_leaf.__get__: True,
 }  # fmt: skip
@@ -244,7 +227,7 @@ class Recorder:
         self.check_there(name, (args, kwargs))
         if function in _ANSWERS:
             return _ANSWERS[function]
-        if name in _ON_PIXELS:
+        if name in ON_PIXELS:
             raise self.refuse(name, "what the module does next would depend on the values of pixels")
         if function in _CASTS and len(args) > 1 and isinstance(args[1], Recorded):
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
@@ -277,7 +260,7 @@ class Recorder:
         return self._write_down(function, args, kwargs, found)
 
     def _write_down(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
-        writes = _writes(function, kwargs)
+        writes = writes_first(function, kwargs)
         first = args[0] if args else kwargs.get("input")
         if writes and not isinstance(first, Recorded):
             raise self.refuse(name_of(function), "it writes into a tensor that was there before the call")
@@ -335,77 +318,10 @@ class Recorder:
                 handle.remove()
 
 
-@contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Where a module raises an error, as for images that are too small, torch would log one of its own beside it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def autocast_of(device: str) -> Autocast:
     return (
         device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
     )  # fmt: skip
-
-
-def _storage(tensor: Tensor) -> int | None:
-    """None for a tensor that has none, as a sparse one."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def _plain(values: Any) -> list[Tensor]:
-    """The tensors that are not recorded."""
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor) and not isinstance(one, Recorded)]
-
-
-class _Undo(TorchFunctionMode):
-    """Keeps what tensors held that the module writes into, as batch norm into its counter; and notes of which tensors
-    the module computes others.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.fed: dict[int, Tensor] = {}
-        """Those that were there before, or views of them."""
-        self._made: set[int | None] = set()
-        """The storages that were not there before."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        sets = func is _tensor.__setitem__
-        writes = args and type(args[0]) in (Tensor, nn.Parameter) and (sets or _writes(func, kwargs))
-        if writes and _storage(args[0]) not in self._made:
-            self.before.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
-        result = func(*args, **kwargs)
-        self._note(name_of(func), _plain((args, kwargs)), _plain(args[0] if sets else result))
-        return result
-
-    def _note(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
-        if name == "__get__" or not (results or name in _TAKES_NUMBERS):
-            return  # an attribute, such as its shape; or a value that is recorded
-        of_given, into = set(map(_storage, given)), set(map(_storage, results))
-        if not name.endswith("_like") and (not name.startswith("new_") or name == "new_tensor"):  # those read a shape
-            known = self._made | (into - {None})
-            self.fed.update({id(one): one for one in given if _storage(one) not in known})
-        self._made |= into - of_given - {None}
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        for tensor, before in reversed(self.before.values()):  # a view may have been written to before its base
-            tensor.copy_(before)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
 
 
 def _referred(value: Any) -> Any:
@@ -439,8 +355,8 @@ def record(
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     recorder = Recorder(names)
     graph = recorder.graph
-    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), _Undo()
-    state = _random_state(device)
+    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
+    state = random_state(device)
     values = []
     for shape, dtype, strides in images:
         with graph.mode:
@@ -451,7 +367,7 @@ def record(
         with (
             undo,
             recorder.running(),
-            _without_tracebacks(),
+            without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
         ):  # compiled modules run as they are
             found = call(values)
@@ -465,7 +381,7 @@ def record(
         raise
     finally:
         held.put_back()
-    drew = any(not torch.equal(a, b) for a, b in zip(state, _random_state(device), strict=True))
+    drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
     graph.fed = list(undo.fed.values())
     graph.repeatable = not undo.before and not drew and not graph.kept
 
