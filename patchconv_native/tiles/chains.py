@@ -106,11 +106,12 @@ def _cuts(graph: Graph, kinds: Kinds, call: Call, region: Region) -> dict[str, t
 def run_chain(
     graph: Graph, kinds: Kinds, step: Step, region: Region, cut: dict[int, Tensor], reads: dict[int, Region],
     whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]],
-    probing: Callable[[int], bool] = lambda place: False, room: Callable[[Tensor], Tensor | None] | None = None,
+    probing: Callable[[int], bool] = lambda place: False, made_up: int = 0,
+    room: Callable[[Tensor], Tensor | None] | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of a step's last call, for a part of them. cut: of the cut arguments of the first call, the parts
     `reads`. room: where a result like this one is to be written, for values of `sweep.rooms`. NeedsWhole as of
-    `run_part`.
+    `run_part`. probing, made_up: as of `Asked`, where only memory counts.
     """
     results: list[Any] = []
     not_ours = set(map(_memory, cut.values()))  # a result can be a view of an argument
@@ -139,7 +140,7 @@ def run_chain(
                     local = local.clone()
                 given[v] = local, axes_at(graph, kinds, v, there)
         results.clear()
-        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place))
+        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place), made_up)
         del local
         results = run_part(call, asked, given)
         given.clear()

@@ -171,7 +171,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
         try:
             results = run_chain(
                 graph, kinds, step, step.region(strip, band), cut, reads, graph.fakes.__getitem__, lambda place: (),
-                lambda place: not step.asks or place != step.last,
+                lambda place: not step.asks or place != step.last, max(step.asks - 1, 0),
             )  # fmt: skip
         except NeedsWhole as needs:
             results = [needs.share]

@@ -32,8 +32,8 @@ class Step:
     call: int
     rows: list[Range]
     """Of the result, those that each strip computes. Of a call that only asks: its share of the image."""
-    asks: bool
-    """Whether it gives its share of a number of the whole image, and no result."""
+    asks: int
+    """0, or which number of the whole image it gives its share of, in place of a result: 1 for the first one."""
     reads: Reads = field(default_factory=dict)
     across: list[Region] = field(default_factory=lambda: [()])
     """Of the result, what each band computes along `Kinds.others`."""
@@ -109,11 +109,11 @@ def values_needed(graph: Graph, kinds: Kinds, stored: set[int], number: int, res
         call = graph.calls[place]
         if kinds.gathers[place]:
             continue
-        asks = kinds.start[place] <= number < kinds.done(place)
+        asks = number - kinds.start[place] + 1 if kinds.start[place] <= number < kinds.done(place) else 0
         made = any(v in needed and v in kinds.dims for v in call.outputs)
         if not asks and not made:
             continue
-        sweep.steps.append(Step(place, [], not made))
+        sweep.steps.append(Step(place, [], 0 if made else asks))
         for v in call.inputs:
             if v in kinds.dims:
                 (sweep.sources if v in there else needed).add(v)

@@ -114,3 +114,24 @@ def test_random_networks(seed: int) -> None:
         assert error.abs().max() <= 3 * theirs.abs().max() + 1e-6 * exact.abs().max()  # of one element, by chance
         if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where oneDNN's workspace is known
             assert peak - results[0].nbytes <= (above if budget is None else budget)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.var((2, 3), keepdim=True) + 1e-5).sqrt(),
+        lambda x: torch.cat(torch.var_mean(x, (2, 3))),
+        lambda x: x.std((1, 2, 3)),
+    ],
+    ids=["normalized", "var_mean", "std"],
+)
+@torch.no_grad()
+def test_the_second_of_two_numbers_of_the_image_counts(call):
+    """A variance asks for the mean, and then for squares, which take a copy of the strip."""
+    x = structured((1, 4, 200, 100))
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(call, x, budget=1)
+    budget = max(refused.value.least, 32 * 1024)  # what is a few numbers a strip has no margin below
+    found = []
+    assert allocated_peak(lambda: found.append(pc.tile(call, x, budget=budget))) - found[0].nbytes <= budget
+    torch.testing.assert_close(found[0], call(x))
