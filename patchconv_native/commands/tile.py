@@ -103,6 +103,7 @@ def _model(source: models.Source, arguments: argparse.Namespace, device: torch.d
     return model.to(device)
 
 
+@torch.no_grad()
 def _tile(model: nn.Module, image: Any, arguments: argparse.Namespace) -> None:
     given = Arguments((image,), arrays=True, dim=arguments.dim)
     store = "device" if arguments.store is None else arguments.store if arguments.store == "cpu" else _folder(arguments)

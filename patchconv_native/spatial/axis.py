@@ -8,7 +8,7 @@ tensor) and where results are cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,6 +18,11 @@ Range = tuple[int, int]
 """The first coordinate, and the one after the last."""
 Wanted = tuple[tuple[Range, ...], ...]
 """For each part, the ranges of the whole that it wants, in the order in which it wants them."""
+Link = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+"""link(value, added): value with history. added(): something of its shape whose gradient is that of what this part adds
+to the value, where the value is taken for a sum over parts. Of a mean that is this part's sum, divided by the number of
+all.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,13 @@ class Executor(Protocol):
     @property
     def updates_buffers(self) -> bool:
         """Whether this part's call updates running statistics. Of calls that share a module's buffers, one does."""
+        ...
+
+    @property
+    def link(self) -> Link | None:
+        """Where parts are differentiated one by one: gives a value of all parts, which came as a constant, its autograd
+        history. None where the functions of `parts` do that, by asking again in backward.
+        """
         ...
 
     def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
 
 from ..lean import in_lean
 from .axis import Axes
@@ -118,23 +119,42 @@ def dropout_by_seed(
     x: Tensor, seed: Tensor, p: float, inplace: bool = False, channels: bool = False, dim: int = 0
 ) -> Tensor:
     """Dropout in training, of whole channels or of elements. The mask follows from this seed and `dim`."""
-    y = _scaled(x, p, inplace)
-    return _drop_channels(y, seed, p) if channels else _drop_rows(y, dim, 0, seed, p)
+    if channels:
+        return _dropped(x, p, inplace, lambda y: _drop_channels(y, seed, p))
+    return _dropped(x, p, inplace, lambda y: _drop_rows(y, dim, 0, seed, p))
 
 
 @rule(dropout_by_seed)
 def _dropout_by_seed(
     x: Any, seed: Tensor, p: float, inplace: bool = False, channels: bool = False, dim: int = 0
 ) -> Tensor:
-    y = _scaled(x._local, p, inplace)
-    if not channels:
-        low = x.axes[dim].range[0] if dim in x.axes else 0
-        _drop_rows(y, dim, low, seed, p, {d: axis for d, axis in x.axes.items() if d != dim})
-    elif min(x.axes) < 2:
-        raise refuse("dropout", "of whole channels: it takes (N, C, ...), cut along a spatial dimension")
-    else:
-        _drop_channels(y, seed, p)
-    return x if inplace else wrap(y, x.axes)
+    if channels:
+        if min(x.axes) < 2:
+            raise refuse("dropout", "of whole channels: it takes (N, C, ...), cut along a spatial dimension")
+        return wrap(_dropped(x._local, p, inplace, lambda y: _drop_channels(y, seed, p)), x.axes)
+    low = x.axes[dim].range[0] if dim in x.axes else 0
+    others = {d: axis for d, axis in x.axes.items() if d != dim}
+    return wrap(_dropped(x._local, p, inplace, lambda y: _drop_rows(y, dim, low, seed, p, others)), x.axes)
+
+
+class _Dropped(Function):
+    """Saves nothing: the mask is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, drop: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.given = p, drop
+        return drop(_scaled(x, p, False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _Dropped.apply(grads[0], *ctx.given), None, None
+
+
+def _dropped(x: Tensor, p: float, inplace: bool, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """drop: of x, scaled, in place."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Dropped.apply(x, p, drop)
+    return drop(_scaled(x, p, inplace))
 
 
 def _scaled(x: Tensor, p: float, inplace: bool) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from .. import functional
 from ..lean import in_lean
@@ -23,7 +24,7 @@ from .rules import refuse
 
 
 class Moments(NamedTuple):
-    """Of all parts, without autograd history."""
+    """Of all parts. Without autograd history, but for those of an executor that links."""
 
     mean: Tensor
     var: Tensor
@@ -45,8 +46,30 @@ def moments(x: Tensor, dims: Sequence[int], executors: Executors, number: int | 
     means, squares, counts = all_parts(of_part, executors).unbind(1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
-    squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
-    return Moments(mean, squares / total, int(total.flatten()[0]) if number is None else number)
+    var = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+    link = executors[0].link if executors else None
+    if link is not None:
+        constant, all_counts = mean, total
+        mean, var = link(torch.stack([mean, var]), lambda: _Added.apply(x, constant, all_counts)).unbind(0)
+    return Moments(mean, var, int(total.flatten()[0]) if number is None else number)
+
+
+class _Added(Function):
+    """What a part adds to the mean and to the variance of all parts: zeros, of which only the gradient counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mean, total)
+        return mean.new_zeros((2, *mean.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, mean, total = ctx.saved_tensors
+        dtype = precise(x.dtype)
+        by_mean, by_var = (grads[0] / total).to(dtype).unbind(0)
+        gx = (x - mean.to(dtype)).mul_(2 * by_var).add_(by_mean)
+        return gx.to(x.dtype), None, None
 
 
 class _Normalized(Function):
@@ -181,18 +204,56 @@ def _any_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _scaled(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float, found: Moments
-) -> Tensor:
-    """Without gradients: one pass, with a factor and a summand for each channel, as torch's own norms compute."""
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, found: Moments) -> Tensor:
+    """Without gradients: one pass, with a factor and a summand for each channel, as torch's own norms compute.
+
+    weight, bias: of x's dimensions, 1 where they broadcast.
+    """
     scale, shift = (found.var + eps).rsqrt(), found.mean
     if weight is not None:
-        scale = scale * weight.view(shape).double()
+        scale = scale * weight.double()
     shift = -shift * scale
     if bias is not None:
-        shift = shift + bias.view(shape).double()
+        shift = shift + bias.double()
     dtype = precise(x.dtype)
     return torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
+
+
+class _Placed(Function):
+    """As `_scaled`, with the gradients of one part: of the moments too, which are the same for every part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, mean, var)
+        ctx.eps = eps
+        return _scaled(x, weight, bias, eps, Moments(mean, var, 0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, bias, mean, var = ctx.saved_tensors
+        needs, dtype = ctx.needs_input_grad, precise(x.dtype)
+        found: list[Tensor | None] = [None] * 6
+        rstd, grad = (var + ctx.eps).rsqrt(), grads[0].to(dtype)
+        if needs[2]:
+            found[2] = grad.sum_to_size(bias.shape).to(bias.dtype)
+        if needs[1] or needs[4]:
+            product = (x - mean.to(dtype)).mul_(grad)
+            if needs[1]:
+                found[1] = (product * rstd.to(dtype)).sum_to_size(weight.shape).to(weight.dtype)
+            if needs[4]:
+                product = product if weight is None else product.mul_(weight.to(dtype))
+                found[4] = product.sum_to_size(var.shape).double() * rstd.pow(3) * -0.5
+            del product
+        if needs[0] or needs[3]:
+            scale = rstd if weight is None else rstd * weight.double()
+            gx = grad * scale.to(dtype)
+            if needs[3]:
+                found[3] = -gx.sum_to_size(mean.shape).double()
+            found[0] = gx.to(x.dtype)
+        return tuple(found)
 
 
 def normalize(
@@ -203,8 +264,12 @@ def normalize(
 
     weight, bias: the same for every part; `shape` is what they are viewed as, to broadcast against x.
     """
+    if torch.is_grad_enabled() and executors and executors[0].link is not None:
+        weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+        return _Placed.apply(x, weight, bias, found.mean, found.var, eps)
     if not (torch.is_grad_enabled() and (x.requires_grad or _any_grad(weight, bias))):
-        return _scaled(x, weight, bias, shape, eps, found)
+        weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))
+        return _scaled(x, weight, bias, eps, found)
     if in_lean() and torch.is_grad_enabled() and (0 in dims or (shape and (x.size(0) == 1 or x.is_contiguous()))):
         return _normalize_lean(x, weight, bias, dims, eps, executors, found)
     weight, bias = (None if t is None else t.view(shape) for t in (weight, bias))

@@ -92,12 +92,15 @@ class _Summed(Function):
 
 def shared(value: Tensor, executors: Executors) -> Tensor:
     """A value that is the same for every part, to be used on parts: its gradient is the sum over all parts."""
-    return _Shared.apply(value, executors) if executors and value.requires_grad and torch.is_grad_enabled() else value
+    if not executors or executors[0].link is not None:  # or parts are differentiated one by one
+        return value
+    return _Shared.apply(value, executors) if value.requires_grad and torch.is_grad_enabled() else value
 
 
 def summed(value: Tensor, executors: Executors) -> Tensor:
     """The sum of all parts' values, the same for every part."""
-    return _Summed.apply(value, executors)
+    link = executors[0].link if executors else None
+    return _Summed.apply(value, executors) if link is None else link(all_sum(value, executors), lambda: value)
 
 
 class _Scatter(Function):

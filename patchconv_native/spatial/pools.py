@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .. import functional
 from .axis import Axes
-from .reductions import first_maximum, mean_of
+from .extremes import first_maximum
+from .reductions import mean_of
 from .rules import refuse, rule
 from .tensor import SpatialTensor
 from .windows import Window, check_image, listed, reading, scaled_axis

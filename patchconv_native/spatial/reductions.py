@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from .axis import Axes, Executors, executors_of
 from .operands import aligned, local_of, parameter, recut, wrap
-from .parts import all_parts, all_sum, part_of, precise, summed
+from .parts import all_sum, part_of, precise, summed
 from .rules import refuse, rule, rules
 from .tensor import SpatialTensor
 
@@ -32,7 +31,7 @@ def remaining_axes(x: SpatialTensor, dims: Sequence[int], keepdim: bool) -> Axes
     return {d if keepdim else d - sum(r < d for r in dims): axis for d, axis in x.axes.items() if d not in dims}
 
 
-def _executors(x: SpatialTensor, dims: Sequence[int]) -> Executors:
+def executors_over(x: SpatialTensor, dims: Sequence[int]) -> Executors:
     """Of the cut dimensions among these."""
     return tuple(axis.executor for d, axis in x.axes.items() if d in dims)
 
@@ -42,7 +41,7 @@ def total_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    executors = _executors(x, dims)
+    executors = executors_over(x, dims)
     if not executors:
         return wrap(x._local.sum(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     half = precise(x.dtype) != x.dtype and dtype is None
@@ -56,7 +55,7 @@ def mean_of(
     x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(x, dim if axis is None else axis)
-    executors = _executors(x, dims)
+    executors = executors_over(x, dims)
     if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
@@ -64,62 +63,7 @@ def mean_of(
     return wrap(summed(local, executors).to(dtype or x.dtype), remaining_axes(x, dims, keepdim))
 
 
-def _extreme(x: SpatialTensor, dim: Any, keepdim: bool, largest: bool) -> Tensor:
-    """The gradient goes evenly to all places that have the value, as torch's amax has it."""
-    dims = dims_of(x, dim)
-    executors = _executors(x, dims)
-    reduce = torch.amax if largest else torch.amin
-    if not executors:
-        return wrap(reduce(x._local, dims, keepdim), remaining_axes(x, dims, keepdim))
-    with torch.no_grad():
-        most = reduce(all_parts(lambda: reduce(x._local, dims, True), executors), 0)
-    found = _Extreme.apply(x._local, most, dims, executors) if x._local.requires_grad else most
-    return wrap(found if keepdim else found.squeeze(dims), remaining_axes(x, dims, keepdim))
-
-
-class _Extreme(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, most: Tensor, dims: list[int], executors: Executors) -> Tensor:
-        there = (x == most) | (x.isnan() & most.isnan())
-        number = all_sum(there.sum(dims, keepdim=True), executors)
-        ctx.save_for_backward(there, number)
-        return most.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        there, number = ctx.saved_tensors
-        return there * (grads[0] / number), None, None, None
-
-
-@rule(torch.amax, Tensor.amax)
-def _amax(x: Any, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _extreme(x, dim, keepdim, True)
-
-
-@rule(torch.amin, Tensor.amin)
-def _amin(x: Any, dim: Any = (), keepdim: bool = False) -> Tensor:
-    return _extreme(x, dim, keepdim, False)
-
-
-@rule(torch.max, Tensor.max)
-def _max(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return _named_extreme(torch.max, torch.maximum, True, x, *args, **kwargs)
-
-
-@rule(torch.min, Tensor.min)
-def _min(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return _named_extreme(torch.min, torch.minimum, False, x, *args, **kwargs)
-
-
-def _named_extreme(whole: Any, pairs: Any, largest: bool, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if not args and not kwargs:
-        return _extreme(x, None, False, largest)
-    if args and isinstance(args[0], Tensor):
-        return pairs(x, args[0])
-    return _with_indices(whole)(x, *args, **kwargs)
-
-
-def _with_indices(function: Any) -> Callable[..., Any]:
+def with_indices(function: Any) -> Callable[..., Any]:
     """Over a dimension that is not cut; values alone, or values and indices."""
 
     def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,14 +80,14 @@ def _with_indices(function: Any) -> Callable[..., Any]:
     return serve
 
 
-rules(_with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, torch.logsumexp, Tensor.logsumexp,
+rules(with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, torch.logsumexp, Tensor.logsumexp,
                   torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
 
 
 @rule(torch.any, Tensor.any)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
-    executors = _executors(x, dims)
+    executors = executors_over(x, dims)
     found = (x._local != 0).sum(dims, keepdim)
     return wrap((all_sum(found, executors) if executors else found) > 0, remaining_axes(x, dims, keepdim))
 
@@ -209,31 +153,6 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
     if p not in (2, 2.0, "fro", None) or kwargs.get("dtype") is not None:
         raise refuse("norm", "of another order than 2")
     return total_of(x * x, dim, keepdim).sqrt()
-
-
-def first_maximum(x: SpatialTensor, over: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """As an adaptive max pool to `sizes`, of size 1 along the cut dimensions `over`; other cut ones stay as they are.
-    The gradient goes to the first place in the image that has the maximum, and NaN counts as the largest.
-    """
-    spatial, executors = range(x.dim() - len(sizes), x.dim()), _executors(x, over)
-    pool = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[len(sizes) - 1]
-    kept = [d for d in x.axes if d not in over]
-    here = [x._local.size(d) if d in kept else size for d, size in zip(spatial, sizes, strict=True)]
-    value, place = pool(x._local, here, return_indices=True)
-    with torch.no_grad():
-        order, rest, stride = torch.zeros_like(place), place, 1
-        for d in reversed(spatial):  # the place in the whole, of that in this part
-            order = order - (rest % x._local.size(d) + x.offset[d]) * stride
-            rest, stride = rest // x._local.size(d), stride * x.size(d)
-        order = order.double()
-        key = torch.where(value.isnan(), torch.full_like(value, math.inf), value).double()
-        found = all_parts(lambda: torch.stack([key, order, value.isnan().double()]), executors)
-        keys, orders, nans = found.unbind(1)
-        nan_anywhere = nans.amax(0) > 0
-        candidates = torch.where(nan_anywhere, nans > 0, keys == keys.amax(0))
-        best = torch.where(candidates, orders, torch.full_like(orders, -math.inf)).amax(0)
-        first = (order == best) & torch.where(nan_anywhere, value.isnan(), key == keys.amax(0))
-    return wrap(summed(torch.where(first, value, torch.zeros_like(value)), executors), remaining_axes(x, over, True))
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:

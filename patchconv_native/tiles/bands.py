@@ -27,7 +27,7 @@ def cut_across(
     the image a band has. reaches: of each call, along these axes.
     """
     axes = [
-        _Axis(graph, axis, sweep, width, reach)
+        AxisTiles(graph, axis, sweep, width, reach)
         for axis, width, reach in zip(kinds.others, widths, reaches, strict=True)
     ]
 
@@ -43,7 +43,7 @@ def cut_across(
         sweep.own[v] = boxes(axis.shares(axis.size(v)) for axis in axes)
 
 
-class _Axis:
+class AxisTiles:
     """One axis of a sweep, cut."""
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import Tensor
 from .kinds import Kinds, Region, axes_at, rows_lie_together
 from .reach import Reach
 from .record import Call, Graph
-from .strips import Asked, local_of, part_cuts, run_part, run_whole, with_values
+from .strips import Asked, Links, local_of, part_cuts, run_part, run_whole, with_values
 from .sweeps import Step, Sweep
 
 _WITH_INPLACE = {
@@ -107,11 +107,11 @@ def run_chain(
     graph: Graph, kinds: Kinds, step: Step, region: Region, cut: dict[int, Tensor], reads: dict[int, Region],
     whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]],
     probing: Callable[[int], bool] = lambda place: False, made_up: int = 0,
-    room: Callable[[Tensor], Tensor | None] | None = None,
+    room: Callable[[Tensor], Tensor | None] | None = None, links: Links | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of a step's last call, for a part of them. cut: of the cut arguments of the first call, the parts
-    `reads`. room: where a result like this one is to be written, for values of `sweep.rooms`. NeedsWhole as of
-    `run_part`. probing, made_up: as of `Asked`, where only memory counts.
+    `reads`. room: where a result like this one is to be written, for values of `sweep.rooms`. links: of a step
+    of one call, in backward. NeedsWhole as of `run_part`. probing, made_up: as of `Asked`, where only memory counts.
     """
     results: list[Any] = []
     not_ours = set(map(_memory, cut.values()))  # a result can be a view of an argument
@@ -140,7 +140,7 @@ def run_chain(
                     local = local.clone()
                 given[v] = local, axes_at(graph, kinds, v, there)
         results.clear()
-        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place), made_up)
+        asked = Asked(_cuts(graph, kinds, call, region), 1, answers(place), probing(place), made_up, links=links)
         del local
         results = run_part(call, asked, given)
         given.clear()

@@ -95,12 +95,15 @@ class Planner:
         self._made = {v: place for place, call in enumerate(graph.calls) for v in call.outputs}
         self._flops: dict[int, float] = {}
         self._whole_costs: dict[int, int] = {}
-        self._reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in kinds.axes]
+        self.reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in kinds.axes]
 
     def _last_uses(self, bases: list[Sweep]) -> dict[int, Time]:
         whole = {v for v in self.results if v not in self.kinds.dims}
         steps = ((base.number, place) for base in bases for step in base.steps for place in step.calls)
-        return last_uses(self.graph, self.kinds, whole, steps)
+        last = last_uses(self.graph, self.kinds, whole, steps)
+        if self.graph.needs:  # backward reads them again
+            last.update({v: (2**31, 0) for v in last if v not in self.kinds.dims})
+        return last
 
     def everything_stored(self) -> set[int]:
         """What must be stored so that nothing is computed twice."""
@@ -124,7 +127,7 @@ class Planner:
         """The sweeps, not yet cut, with what each is the last to read."""
         sweeps = [self._needed(stored, number) for number in range(self.count)]
         last = {v: sweep.number for sweep in sweeps for v in sweep.sources}
-        for sweep in sweeps:
+        for sweep in sweeps if not self.graph.needs else ():
             sweep.frees = {
                 v for v in stored & sweep.sources
                 if last[v] == sweep.number and (v not in self.gathered or self.gathered[v][0] <= sweep.number)
@@ -135,9 +138,9 @@ class Planner:
         key = *_key(base), strips, patient
         sweep = self._cut.pop(key, None)
         if sweep is None:
-            sweep = cut_into(self.graph, self.kinds, base, strips, self._reaches[0], patient)
-            cut_across(self.graph, self.kinds, sweep, self.widths, self._reaches[1:])
-            join_steps(self.graph, sweep, self._reaches)
+            sweep = cut_into(self.graph, self.kinds, base, strips, self.reaches[0], patient)
+            cut_across(self.graph, self.kinds, sweep, self.widths, self.reaches[1:])
+            join_steps(self.graph, sweep, self.reaches)
             sweep.find_last_reads()
             find_rooms(self.graph, self.kinds, sweep)
         self._cut[key] = sweep  # the newest one is the last
@@ -215,8 +218,10 @@ class Planner:
         return [self.cut(bases[number], strips, patient)[0] for number, strips, patient in choice.cuts]
 
     def read_later(self, bases: list[Sweep]) -> set[int]:
-        """Values that a sweep reads after a call has got them whole."""
+        """Values that a sweep, or backward, reads after a call has got them whole."""
         last = {v: base.number for base in bases for v in base.sources}
+        if self.graph.needs:
+            return set(self.gathered)
         return {v for v, when in self.gathered.items() if last.get(v, -1) >= when[0]}
 
     def _whole_bytes(self, when: Time, last: dict[int, Time]) -> int:

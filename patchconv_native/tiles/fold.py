@@ -85,13 +85,14 @@ def _as_strips(conv: Call, norm: _Norm | None, last: Call) -> Call:
     given = dict(zip(("input", "weight", "bias"), conv.args, strict=False)) | conv.kwargs
     first = [given.pop(name, None) for name in ("input", "weight", "bias")]
     return Call(
-        conv_of_strips, (*first, conv.function, conv.args[3:], given, norm), {}, conv.module, conv.autocast, last.result
-    )
+        conv_of_strips, (*first, conv.function, conv.args[3:], given, norm), {}, conv.module, conv.autocast,
+        last.result, conv.history,
+    )  # fmt: skip
 
 
 def _is_exact(graph: Graph, conv: Call, call: Call, norm: _Norm) -> bool:
     """Whether a norm can go into the weight and the bias, and the weight is small."""
-    if conv.autocast[2] or call.autocast[2] or len(conv.inputs) > 1:
+    if conv.autocast[2] or call.autocast[2] or len(conv.inputs) > 1 or conv.history != call.history:
         return False
     result = graph.fakes[call.outputs[0]]
     if result.dim() != conv.constants[0].dim():

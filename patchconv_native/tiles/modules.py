@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_spatial, least_dimensions
 from .choices import fits_a_strip
+from .gradients import refuse_transforms
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .record import Recorded
-from .tiling import budget_of, check_gradients, plan_graph, record_call, run_plan
+from .tiling import budget_of, plan_graph, record_call, run_plan
 
 OWNER = "tile_modules"
 _KEPT = 4
@@ -42,7 +43,7 @@ class _Tiled(Wrapped):
         if any(isinstance(leaf, Recorded) for leaf in leaves) or most < least_dimensions(self._dim):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
-        check_gradients(OWNER, self, arguments)
+        refuse_transforms(OWNER, arguments.images)
         if self._budget is None and _is_small(self, arguments.images):
             return inner(*args, **kwargs)
         plan = _plan_for(self, inner, arguments, self._budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -15,6 +15,7 @@ from .choices import Choice, Planner, largest_value
 from .costs import Known
 from .kinds import Kinds, Region, Time, kinds_of
 from .outside import Outside
+from .reach import Reach
 from .record import Graph
 from .sweeps import Sweep, bytes_of
 
@@ -50,6 +51,10 @@ class TilePlan:
     """Bytes of the result, where the budget counts them."""
     name: str = ""
     outside: Outside = field(default_factory=lambda: Outside("device"))
+    tiles: list[Fraction] = field(default_factory=list)
+    """In backward, which share of the image a tile has along each axis."""
+    reaches: Sequence[Callable[[int], Reach]] = field(default_factory=list)
+    """Along each axis, that of each call."""
 
     @property
     def needs(self) -> int:
@@ -239,7 +244,13 @@ def _plan(planner: Planner, wishes: Wishes, stored: set[int], choice: Choice) ->
         planner.graph, planner.kinds, sweeps, stored, choice.last, planner.read_later(sweeps), wishes.budget,
         max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
         os.fspath(wishes.outside.store), _result_bytes(planner, wishes), wishes.name, wishes.outside,
+        _tiles(planner, wishes) if planner.graph.needs else [], planner.reaches,
     )  # fmt: skip
+
+
+def _tiles(planner: Planner, wishes: Wishes) -> list[Fraction]:
+    sizes = _result_sizes(planner.graph, planner.kinds)
+    return [Fraction(min(n, size), size) for n, size in zip(wishes.tile or sizes, sizes, strict=False)]
 
 
 def _found(planner: Planner, room: int | None, strips: int | None) -> tuple[set[int], Choice]:

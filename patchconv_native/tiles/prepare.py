@@ -68,4 +68,4 @@ def _whole(graph: Graph, call: Call, value: Ref) -> Call:
         with graph.mode:
             fake = cast(FakeTensor, torch.empty_like(fake))
     graph.fakes.append(fake)
-    return Call(keys_or_values, (value,), {}, call.module, call.autocast, Ref(len(graph.fakes) - 1))
+    return Call(keys_or_values, (value,), {}, call.module, call.autocast, Ref(len(graph.fakes) - 1), call.history)

@@ -54,6 +54,8 @@ class Call:
     autocast: Autocast
     result: Any = None
     """Values, as the function returns them, with a Ref for each tensor."""
+    history: bool = True
+    """Whether the module made it with gradients on; False too where nobody asks for gradients."""
     in_place: Call | None = None
     """The same call with its result in place of its argument, once it was made."""
 
@@ -112,6 +114,8 @@ class Graph:
     """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
+    needs: set[int] = field(default_factory=set)
+    """Values whose gradients are needed for those that are asked for. Nothing: nobody asks."""
     undo: Callable[[], None] = lambda: None
     """Undoes what the module changed while it was recorded, and that was kept."""
     mode: FakeMode = field(default_factory=FakeMode)
@@ -145,8 +149,9 @@ class Recorded(Tensor):
     @staticmethod
     def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
         self = Tensor._make_wrapper_subclass(
-            cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device
-        )
+            cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device,
+            requires_grad=recorder.gradients and fake.dtype.is_floating_point,
+        )  # fmt: skip
         self._recorder, self._fake, self._index, self._lost = recorder, fake, index, ""
         return self
 
@@ -183,8 +188,8 @@ _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 class Recorder:
     """Writes calls down."""
 
-    def __init__(self, names: dict[int, str]) -> None:
-        self.graph = Graph()
+    def __init__(self, names: dict[int, str], gradients: bool) -> None:
+        self.graph, self.gradients = Graph(), gradients
         self._names = names
         self._inside: list[str] = [""]
         self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
@@ -220,6 +225,11 @@ class Recorder:
                 raise self.refuse(name, "it reads what an earlier call of tile has left in an object")
             if isinstance(leaf, Recorded) and leaf._lost:
                 raise self.refuse(name, f"it reads a tensor that {leaf._lost} has written to by way of a view")
+            if isinstance(leaf, Recorded) and self.gradients:
+                with torch._C.DisableTorchFunctionSubclass():
+                    node = leaf.grad_fn
+                if node is not None:  # no function of torch that was written down gives one
+                    raise self.refuse(node.name().removesuffix("Backward"), "gradients of an autograd.Function")
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = set_item if function is _tensor.__setitem__ else function
@@ -269,7 +279,7 @@ class Recorder:
             return known[id(found)]  # as x.contiguous() of a contiguous x
         args, kwargs = tree_map_only(Recorded, lambda value: Ref(value._index), (args, kwargs))
         device = str(self.graph.fakes[self.graph.inputs[0]].device.type)
-        call = Call(function, args, kwargs, self._inside[-1], autocast_of(device))
+        call = Call(function, args, kwargs, self._inside[-1], autocast_of(device), history=torch.is_grad_enabled())
         self.graph.calls.append(call)
         if writes:
             return self._written(call, cast(Recorded, first))
@@ -338,7 +348,6 @@ def _check_taken_apart(found: Any) -> None:
             raise NotServed(f"tile: a result with tensors in a {what} is not served: return the tensors themselves")
 
 
-@torch.no_grad()
 def record(
     module: Callable[..., Any], images: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]],
     device: torch.device, call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
@@ -348,12 +357,13 @@ def record(
 
     call returns what the module does, and what it has changed of lists and mappings. others: further objects that it
     gets. keep_changes: what the module writes into its buffers while it runs (batch norm counts its calls) stays; else
-    it is undone. Attributes are as they were: what the module has changed there is in the graph. NotServed, with
-    nothing changed, for what cannot be recorded.
+    it is undone. Attributes are as they were: what the module has changed there is in the graph. With gradients on,
+    what the module computes of its parameters alone has its history. NotServed, with nothing changed, for what cannot
+    be recorded.
     """
     names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
     parts = [part for whole in modules_of(module) for part in whole.modules()]
-    recorder = Recorder(names)
+    recorder = Recorder(names, torch.is_grad_enabled())
     graph = recorder.graph
     held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
     state = random_state(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -76,6 +78,18 @@ class Rows:
             if _strips.copies_rest(rest, length):
                 self._pieces[0] = below, piece.narrow(self._dim, length - rest, rest).clone()
             return
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        return [piece for _, piece in self._pieces]
+
+    def again(self, pieces: list[Tensor]) -> Rows:
+        """Rows of the same kind, with these pieces. Those of self stay."""
+        made = copy.copy(self)
+        made._pieces, made.end = [], made._below
+        for piece in pieces:
+            made.add(piece)
+        return made
 
     def close(self) -> None:
         """No row is read any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from .outside import Outside, largest_read, largest_write
 from .record import Graph
 from .rows import Rows
 from .stores import Kept, Store
-from .strips import Asked, NeedsWhole, local_of, part_cuts, run_part, run_whole
+from .strips import Asked, Links, NeedsWhole, local_of, part_cuts, run_part, run_whole
 from .sweeps import Step, Sweep
 from .transfers import Part, Readings, Transfers
 
@@ -58,6 +58,15 @@ class Run:
     outside: Outside = field(default_factory=lambda: Outside("device"))
     transfers: Transfers | None = None
     """What copies while strips are computed, as `outside` says."""
+
+    def again(
+        self, images: dict[int, Any], stored: dict[int, list[Kept]], whole: dict[int, Tensor],
+        answers: dict[int, list[Tensor]],
+    ) -> Run:  # fmt: skip
+        """The same, with what was taken out of it."""
+        device = self.graph.fakes[self.graph.inputs[0]].device
+        inputs = {v: Source("tile", image, device) for v, image in images.items()}
+        return replace(self, inputs=inputs, stored=stored, whole=whole, answers=answers, transfers=None)
 
     def where(self, v: int, region: Region) -> dict[int, Range]:
         return {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
@@ -297,7 +306,7 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
             found = run_whole(call, whole.__getitem__)
             del whole
         else:
-            found = _from_answers(run, place)
+            found = from_answers(run, place)
         for v, value in zip(call.outputs, found, strict=True):
             if v not in kinds.dims and v in last:
                 run.whole[v] = local_of(value)
@@ -316,19 +325,19 @@ def _whole(run: Run, v: int, copy: bool) -> Tensor:
     return found.clone() if copy else found
 
 
-def _from_answers(run: Run, place: int, moves: bool = False) -> list[Any]:
+def from_answers(run: Run, place: int, moves: bool = False, links: Links | None = None) -> list[Any]:
     """The results of a call that follow from numbers of the whole image alone. moves: it moves running statistics."""
     call, kinds = run.graph.calls[place], run.kinds
     given = {v: _dummy(run, v) if v in kinds.dims else run.whole[v] for v in call.inputs}
     cuts = dict.fromkeys((one.axis for one in kinds.axes), part_cuts(0, 1, 1))
-    return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), first=moves), given)
+    return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), first=moves, links=links), given)
 
 
 def move_statistics(run: Run) -> None:
     """Of norms over the image, in the order in which the module calls them; also where nobody reads the result."""
     for place, call in enumerate(run.graph.calls):
         if call.function in TRACKING and run.kinds.questions[place]:
-            _from_answers(run, place, moves=True)
+            from_answers(run, place, moves=True)
 
 
 def _dummy(run: Run, v: int) -> Any:

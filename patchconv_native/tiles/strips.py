@@ -18,20 +18,40 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
+from ..spatial.axis import Link
 from ..spatial.layout import empty, order
 from ..spatial.products import attend
 from ..spatial.rules import RULES
-from .record import Autocast, Call, Ref, autocast_of
+from .record import Call, Ref, autocast_of
 
 ADVICE = "pc.tile_plan(module, x) shows what is computed by strips"
 
 
 class NeedsWhole(Exception):
-    """A number of the whole image is needed that is not known yet. share: of this strip."""
+    """A number of the whole image is needed that is not known yet. share: of this strip. In backward, of the number
+    whose gradient is asked for: what this part adds to it.
+    """
 
     def __init__(self, share: Tensor) -> None:
         super().__init__()
         self.share = share
+
+
+@dataclass
+class Links:
+    """In backward, the numbers of the whole image that a call asks for, each with history of its own.
+
+    target: the one whose gradient parts are asked for. wanted: whether the gradients of others are.
+    """
+
+    target: int | None = None
+    wanted: bool = True
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+
+    def leaf(self, question: int, value: Tensor) -> Tensor:
+        if not self.wanted:
+            return value
+        return self.leaves.setdefault(question, value.detach().requires_grad_())
 
 
 @dataclass
@@ -55,6 +75,8 @@ class Asked:
     placed: bool = False
     reads: dict[int, list[Range]] = field(default_factory=dict)
     """For each input, by its number, the rows that each part reads."""
+    links: Links | None = None
+    """In backward."""
     answered: Tensor | None = None
     """The last answer. It is of the whole image: along a second axis nothing is left to ask."""
 
@@ -71,6 +93,17 @@ class _Along:
     @property
     def updates_buffers(self) -> bool:
         return self.asked.first and not self.asked.probing
+
+    @property
+    def link(self) -> Link | None:
+        return None if self.asked.links is None else self._link
+
+    def _link(self, value: Tensor, added: Callable[[], Tensor]) -> Tensor:
+        assert self.asked.links is not None
+        question = self.asked.questions - 1
+        if question == self.asked.links.target:
+            raise NeedsWhole(added())
+        return self.asked.links.leaf(question, value)
 
     def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:
         self.asked.placed = True
@@ -127,12 +160,14 @@ class _Along:
 
 
 @contextlib.contextmanager
-def under(autocast: Autocast) -> Iterator[None]:
-    if autocast == autocast_of(autocast[0]):
-        yield
-        return
-    device, dtype, enabled, cache = autocast
-    with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+def under(call: Call) -> Iterator[None]:
+    """As the module made the call: under its autocast, and without gradients where it was without them."""
+    device, dtype, enabled, cache = call.autocast
+    with contextlib.ExitStack() as stack:
+        if not call.history and torch.is_grad_enabled():
+            stack.enter_context(torch.no_grad())
+        if call.autocast != autocast_of(device):
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
 
@@ -152,7 +187,7 @@ def run_whole(call: Call, given: Callable[[int], Any]) -> list[Tensor]:
     """The function itself, on whole tensors. Its results in the order of `call.outputs`."""
     args, kwargs = with_values((call.args, call.kwargs), given)
     function = attend if call.function is F.scaled_dot_product_attention else call.function
-    with under(call.autocast):
+    with under(call):
         return _tensors(call, function(*args, **kwargs))
 
 
@@ -185,7 +220,7 @@ def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, Axes] | Te
     if serve is None:
         raise NotServed(f"tile: {call.where} is not served: it has no rule")
     args, kwargs = with_values((call.args, call.kwargs), value)
-    with under(call.autocast):
+    with under(call):
         return _tensors(call, serve(*args, **kwargs))
 
 

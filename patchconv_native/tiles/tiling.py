@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,19 +19,18 @@ from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .arguments import Arguments
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
+from .calls import Progress, computed
 from .fold import fold_norms, in_channels_last
+from .gradients import find_needs, refuse_transforms, with_history
 from .journal import Journal
 from .outside import Outside
 from .plan import TilePlan, Wishes, bands_of, strips_of
 from .prepare import prepare_for_rows
 from .record import Graph, Ref, record, refs
-from .run import Run, move_statistics, run_between, run_sweep, take_up
 from .state import change
 from .stores import Store, Where, check_store
-from .sweeps import Sweep
 from .transfers import serves
 
-Progress = Callable[[int, int], None]
 _RECORDING = threading.RLock()
 """Hooks that are those of all threads are set while a module is recorded."""
 
@@ -77,7 +76,7 @@ def tile(
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
-    check_gradients("tile", module, arguments)
+    refuse_transforms("tile", arguments.images)
     plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
     return run_plan(plan, arguments, out, progress)
 
@@ -95,14 +94,6 @@ def tile_plan(
     """
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim, owner="tile_plan")
     return plan_call("tile_plan", module, module, arguments, budget, tile, store, out)
-
-
-def check_gradients(owner: str, module: Any, arguments: Arguments) -> None:
-    parameters = module.parameters() if isinstance(module, nn.Module) else ()
-    if torch.is_grad_enabled() and any(
-        t.requires_grad for t in (*arguments.images, *parameters) if isinstance(t, Tensor)
-    ):
-        raise NotServed(f"{owner}: gradients are not served; call it under torch.no_grad()")
 
 
 def plan_call(
@@ -153,6 +144,7 @@ def record_call(
                 raise NotServed("tile: writing into an image that is handed in twice, or a part of it, is not served")
         fold_norms(graph)
         prepare_for_rows(graph, arguments.dims)
+        find_needs(graph, arguments.images)
     return graph
 
 
@@ -174,6 +166,15 @@ def _planned(
     sources = [Source(owner, image, device) for image in images]
     if out is not None:
         check_out(owner, out, graph, images)
+    if graph.needs and room is not None:
+        raise NotServed(
+            f"{owner}: a budget with gradients is not served: give tile=, the size of a tile, or call it under "
+            "torch.no_grad()"
+        )
+    if graph.needs and (out is not None or out_later):
+        raise NotServed(f"{owner}: gradients are not served with out; call it under torch.no_grad()")
+    if graph.needs and refs([change for _, change in graph.kept]):
+        raise NotServed(f"{owner}: gradients of a module that keeps tensors for its next call are not served")
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
     written = out_later or (out is not None and on_host(out))
     copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
@@ -231,7 +232,6 @@ def _tensors_of(module: Any) -> Iterator[tuple[str, Tensor]]:
         yield from itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-@torch.no_grad()
 def run_plan(
     plan: TilePlan, arguments: Arguments, out: Any = None, progress: bool | Progress = False,
     journal: Journal | None = None,
@@ -241,83 +241,55 @@ def run_plan(
     journal: where it is written down how far the call has come, and from where it goes on. `out` and the folder of the
     store are then those of the call that was broken off.
     """
-    graph = plan.graph
+    images = dict(zip(plan.graph.inputs, arguments.images, strict=True))
+    with _undone_on_error(plan.graph):
+        if plan.graph.needs:
+            found = with_history(plan, images, progress)
+        else:
+            name = None if journal is None else f"patchconv-tile-{journal.name}"
+            with torch.no_grad(), Store(plan.store, name) as store:
+                run = computed(plan, images, store, out, progress, journal)
+            found = {v: sink.x for v, sink in run.results.items()} | run.whole
+        return _returned(plan.graph, arguments, found, images, out)
+
+
+@contextlib.contextmanager
+def _undone_on_error(graph: Graph) -> Iterator[None]:
+    """After an error, what the module changed while it was recorded, and running statistics, are as they were."""
     undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
-    before = [(t, t.clone()) for call in graph.calls if call.function in TRACKING for t in call.constants]
+    before = [(t, t.detach().clone()) for call in graph.calls if call.function in TRACKING for t in call.constants]
     try:
-        return _computed(plan, arguments, out, progress, journal)
+        yield
     except BaseException:
-        for tensor, old in before:
-            if not torch.equal(tensor, old):
-                tensor.copy_(old)
+        with torch.no_grad():
+            for tensor, old in before:
+                if not torch.equal(tensor, old):
+                    tensor.copy_(old)
         undo()
         raise
 
 
-def _computed(
-    plan: TilePlan, arguments: Arguments, out: Any, progress: bool | Progress, journal: Journal | None
-) -> Any:
-    graph, kinds = plan.graph, plan.kinds
-    results = {}
-    for v in [v for sweep in plan.sweeps for v in sweep.results]:
-        fake = graph.fakes[v]
-        strides = graph.strides.get(v, fake.stride())
-        like = torch.empty_strided(fake.shape, strides, device="meta")
-        if like.untyped_storage().nbytes() != like.nbytes:  # of a part of a tensor, or an expanded one
-            strides = torch.empty_like(like).stride()
-        made = torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device) if out is None else out
-        results[v] = Sink(made)
+def _returned(graph: Graph, arguments: Arguments, found: dict[int, Any], images: dict[int, Any], out: Any) -> Any:
+    """What the module returns. Does to the caller's lists and mappings, and to attributes, what the module does."""
     device = graph.fakes[graph.inputs[0]].device
-    inputs = {v: Source("tile", image, device) for v, image in zip(graph.inputs, arguments.images, strict=True)}
-    total, done = sum(map(_strips, plan.sweeps)), 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        _report(progress, done, total)
-
-    state = None if journal is None else journal.state
-    with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.name}") as store:
-        run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
-        with run.copies(device):
-            sweeps = {sweep.number: sweep for sweep in plan.sweeps}
-            if state is None:
-                store.clear()  # of a call that was broken off, and is begun again
-            else:
-                take_up(run, plan.sweeps, state)
-                done = state.strip + sum(map(_strips, (one for one in plan.sweeps if one.number < state.sweep)))
-            for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
-                if state is None or number > state.sweep:
-                    run_between(run, number, plan.last)
-                if number in sweeps:
-                    run_sweep(run, sweeps[number], advance, journal)
-        move_statistics(run)
 
     def value(ref: Ref) -> Any:
-        if ref.index in results:
-            return results[ref.index].x
-        found = inputs[ref.index] if ref.index in inputs else run.whole[ref.index]
-        if out is None:
-            return found.all() if isinstance(found, Source) else found
-        Sink(out).write_all(found)
+        if ref.index in images:
+            source = Source("tile", images[ref.index], device)
+            if out is None:
+                return source.all()
+            Sink(out).write_all(source)
+        elif out is None or found[ref.index] is out:
+            return found[ref.index]
+        else:
+            Sink(out).write_all(found[ref.index])
         return out
 
-    def given(found: Any) -> Any:
-        return tree_map_only(Ref, value, found, is_leaf=lambda leaf: isinstance(leaf, Ref))
+    def given(values: Any) -> Any:
+        return tree_map_only(Ref, value, values, is_leaf=lambda leaf: isinstance(leaf, Ref))
 
     result = given(graph.result)
     arguments.change(given(graph.changed))
     for container, values in graph.kept:
         change(container, {key: given(one) if refs(one) else one for key, one in values.items()})
     return result
-
-
-def _strips(sweep: Sweep) -> int:
-    return sweep.strips * sweep.bands
-
-
-def _report(progress: bool | Progress, done: int, total: int) -> None:
-    if callable(progress):
-        progress(done, total)
-    elif progress:
-        print(f"\rtile: strip {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

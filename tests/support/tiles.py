@@ -49,6 +49,7 @@ class Along:
     place_of: int
     image: int = field(default=0, compare=False)
     advice: str = ""
+    link: None = None
 
     @property
     def updates_buffers(self) -> bool:

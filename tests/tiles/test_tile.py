@@ -311,12 +311,6 @@ def test_what_is_not_served_is_named_and_nothing_changes(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
 
 
-def test_gradients_are_refused() -> None:
-    net = nn.Conv2d(3, 3, 3)
-    with pytest.raises(pc.NotServed, match=r"gradients are not served; call it under torch\.no_grad"):
-        pc.tile(net, image(1, 3, 12, 10))
-
-
 @pytest.mark.parametrize(("given", "text"), [
     ({"budget": "much"}, "tile: budget: expected a number of bytes"),
     ({"tile": 0}, "tile: expected tile to be a positive number of rows, got 0"),

@@ -350,12 +350,6 @@ def test_small_images_are_counted_once_by_batch_norm() -> None:
     assert net[1].num_batches_tracked == 1
 
 
-def test_with_gradients_it_is_refused(net: Net) -> None:
-    pc.tile_modules(net, "body")
-    with pytest.raises(pc.NotServed, match="tile_modules: gradients are not served"):
-        net(X)
-
-
 def test_bad_arguments_change_nothing(net: Net) -> None:
     classes = [type(m) for m in net.modules()]
     for which, budget, error, text in (

@@ -1,0 +1,73 @@
+"""Runs all sweeps of a plan."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .arrays import Sink, Source
+from .journal import Journal
+from .plan import TilePlan
+from .record import Graph
+from .run import Run, move_statistics, run_between, run_sweep, take_up
+from .stores import Store
+from .sweeps import Sweep
+
+Progress = Callable[[int, int], None]
+
+
+def computed(
+    plan: TilePlan, images: dict[int, Any], store: Store, out: Any = None, progress: bool | Progress = False,
+    journal: Journal | None = None,
+) -> Run:  # fmt: skip
+    """What is there when all sweeps are done."""
+    graph, kinds = plan.graph, plan.kinds
+    device = graph.fakes[graph.inputs[0]].device
+    results = {v: _sink(graph, v) if out is None else Sink(out) for sweep in plan.sweeps for v in sweep.results}
+    inputs = {v: Source("tile", image, device) for v, image in images.items()}
+    total, done = sum(map(_strips, plan.sweeps)), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        report(progress, done, total)
+
+    state = None if journal is None else journal.state
+    run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
+    with run.copies(device):
+        sweeps = {sweep.number: sweep for sweep in plan.sweeps}
+        if state is None:
+            store.clear()  # of a call that was broken off, and is begun again
+        else:
+            take_up(run, plan.sweeps, state)
+            done = state.strip + sum(map(_strips, (one for one in plan.sweeps if one.number < state.sweep)))
+        for number in range(0 if state is None else state.sweep, max(kinds.level.values(), default=0) + 1):
+            if state is None or number > state.sweep:
+                run_between(run, number, plan.last)
+            if number in sweeps:
+                run_sweep(run, sweeps[number], advance, journal)
+    move_statistics(run)
+    return run
+
+
+def _sink(graph: Graph, v: int) -> Sink:
+    fake = graph.fakes[v]
+    strides = graph.strides.get(v, fake.stride())
+    like = torch.empty_strided(fake.shape, strides, device="meta")
+    if like.untyped_storage().nbytes() != like.nbytes:  # of a part of a tensor, or an expanded one
+        strides = torch.empty_like(like).stride()
+    return Sink(torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device))
+
+
+def _strips(sweep: Sweep) -> int:
+    return sweep.strips * sweep.bands
+
+
+def report(progress: bool | Progress, done: int, total: int) -> None:
+    if callable(progress):
+        progress(done, total)
+    elif progress:
+        print(f"\rtile: strip {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,158 @@
+"""A call of `tile` with gradients, as one autograd node.
+
+The forward pass runs the plan's sweeps, without history. The node keeps the images, the parameters, what the plan
+stores between sweeps, whole values and the shares of numbers of the whole image: all of them by `save_for_backward`, so
+that hooks for saved tensors and checks of versions work. The backward pass (`backward.py`) needs nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..spatial import NotServed
+from ..spatial.norms import TRACKING
+from .backward import Backward
+from .calls import Progress, computed
+from .plan import TilePlan
+from .record import Graph
+from .rows import Rows
+from .run import Run
+from .stores import Store
+
+_DETACH = {"detach", "detach_"}
+
+
+def refuse_transforms(owner: str, images: Iterable[Any]) -> None:
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise NotServed(f"{owner}: transforms of torch.func are not served")
+    if forward_ad._current_level >= 0:
+        tensors = (image for image in images if isinstance(image, Tensor))
+        if any(forward_ad.unpack_dual(image).tangent is not None for image in tensors):
+            raise NotServed(f"{owner}: forward-mode gradients are not served")
+
+
+def find_needs(graph: Graph, images: Sequence[Any]) -> None:
+    """Finds `graph.needs`, of a graph that was recorded with gradients on."""
+    if not torch.is_grad_enabled():
+        return
+    asked = any(isinstance(image, Tensor) and image.requires_grad for image in images)
+    needs = {
+        v for v, image in zip(graph.inputs, images, strict=True) if isinstance(image, Tensor) and image.requires_grad
+    }
+    for call in graph.calls:
+        own = any(constant.requires_grad for constant in call.constants)
+        asked = asked or own
+        if call.history and call.name not in _DETACH and (own or not needs.isdisjoint(call.inputs)):
+            needs.update(v for v in call.outputs if graph.fakes[v].dtype.is_floating_point)
+    graph.needs = needs if asked else set()
+
+
+def _constants(graph: Graph, questions: Sequence[int]) -> list[Tensor]:
+    """Parameters, and other tensors that the result follows from. Not the running statistics of norms in training."""
+    found = {
+        id(constant): constant
+        for place, call in enumerate(graph.calls)
+        for constant in call.constants
+        if constant.requires_grad or not (call.function in TRACKING and questions[place])
+    }
+    return list(found.values())
+
+
+@dataclass
+class _Taped:
+    """What the node keeps besides tensors."""
+
+    plan: TilePlan
+    constants: list[Tensor]
+    store: Store
+    images: dict[int, Any] = field(default_factory=dict)
+    """Those that are no tensors."""
+    run: Run | None = None
+    """Without what was saved."""
+    spec: Any = None
+    """How what was saved was taken apart."""
+
+
+class _Tiled(Function):
+    @staticmethod
+    def forward(ctx: Any, taped: _Taped, progress: Any, outputs: list[int], *given: Tensor) -> tuple[Tensor, ...]:
+        """given: images that are tensors, and constants. outputs: is filled with the numbers of the results."""
+        plan, graph = taped.plan, taped.plan.graph
+        of_tensors = [v for v in graph.inputs if v not in taped.images]
+        images = taped.images | dict(zip(of_tensors, given, strict=False))
+        run = computed(plan, images, taped.store, None, progress)
+        read = {v for call in graph.calls for v in call.inputs}
+        results = {v: run.results[v].x for v in run.results}
+        for v in dict.fromkeys(graph.results):
+            if v not in images and v not in results:
+                results[v] = run.whole[v].clone() if v in read else run.whole[v]
+        kept = {
+            "given": list(given),
+            "rows": {v: [rows.pieces for rows in bands if isinstance(rows, Rows)] for v, bands in run.stored.items()},
+            "whole": {v: value for v, value in run.whole.items() if v in read},
+            "answers": run.answers,
+        }
+        leaves, taped.spec = tree_flatten(kept)
+        for bands in run.stored.values():
+            for rows in bands:
+                if isinstance(rows, Rows):
+                    rows.close()
+        run.inputs, run.results, run.whole, run.answers, taped.run = {}, {}, {}, {}, run
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*leaves)
+        ctx.taped, ctx.outputs = taped, list(results)
+        ctx.mark_non_differentiable(*(value for v, value in results.items() if v not in graph.needs))
+        outputs.extend(results)
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotServed("tile: second derivatives (create_graph=True) are not served")
+        taped: _Taped = ctx.taped
+        kept = tree_unflatten(list(ctx.saved_tensors), taped.spec)
+        given = [
+            one.detach().requires_grad_(need) for one, need in zip(kept["given"], ctx.needs_input_grad[3:], strict=True)
+        ]
+        of_tensors = [v for v in taped.plan.graph.inputs if v not in taped.images]
+        images = dict(zip(of_tensors, given, strict=False))
+        constants = given[len(images) :]
+        swaps = {id(old): new for old, new in zip(taped.constants, constants, strict=True)}
+        found = Backward(taped.plan, _run_again(taped, kept, images), swaps)
+        found.run({v: grad for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None})
+        own = [found.grads.get(v) for v in images]
+        return None, None, None, *own, *(found.of_constant(constant) for constant in constants)
+
+
+def _run_again(taped: _Taped, kept: dict[str, Any], images: dict[int, Tensor]) -> Run:
+    """The run as it was after the forward pass."""
+    assert taped.run is not None
+    stored: dict[int, list[Any]] = {}
+    for v, bands in taped.run.stored.items():
+        pieces: Iterator[list[Tensor]] = iter(kept["rows"][v])
+        stored[v] = [rows.again(next(pieces)) if isinstance(rows, Rows) else rows for rows in bands]
+    return taped.run.again(taped.images | images, stored, dict(kept["whole"]), kept["answers"])
+
+
+def with_history(plan: TilePlan, images: dict[int, Any], progress: bool | Progress) -> dict[int, Any]:
+    """The module's results, by their numbers, as those of one autograd node."""
+    graph = plan.graph
+    tensors = {v: image for v, image in images.items() if isinstance(image, Tensor)}
+    others = {v: image for v, image in images.items() if v not in tensors}
+    taped = _Taped(plan, _constants(graph, plan.kinds.questions), Store(plan.store), others)
+    close = weakref.finalize(taped, taped.store.__exit__, None)
+    outputs: list[int] = []
+    try:
+        found = _Tiled.apply(taped, progress, outputs, *tensors.values(), *taped.constants)
+    except BaseException:
+        close()
+        raise
+    return dict(zip(outputs, found, strict=True))
