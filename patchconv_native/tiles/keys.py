@@ -6,6 +6,7 @@ import collections
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
 import re
 import threading
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .arguments import Arguments
+from .arrays import share_memory
 from .plan import TilePlan
 from .record import autocast_of
 
@@ -56,6 +58,10 @@ class _Key:
         self._numbers: dict[int, int] = {}
         for image in arguments.images:
             self.parts.append((image.shape, image.dtype, image.stride(), image.device))
+        pairs = itertools.combinations(arguments.images, 2)
+        self.parts.append(tuple([share_memory(one, other) for one, other in pairs]))  # the module may write into one
+        if torch.is_grad_enabled():
+            self.parts.append(tuple([t.requires_grad for t in (*arguments.images, *module.parameters())]))
         for leaf in tree_leaves(arguments._given):
             if not isinstance(leaf, Tensor):
                 self._add(leaf)

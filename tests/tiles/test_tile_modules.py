@@ -393,3 +393,18 @@ def test_tile_and_compiled_modules(net: Net, compiled: CompileCounter, how: str)
     assert compiled.frame_count == 0
     torch.testing.assert_close(net(X), want)
     assert compiled.frame_count == 1
+
+
+def test_kept_plans_know_whether_gradients_are_asked_for() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+    tiled, x = pc.tile_modules(copy.deepcopy(net)), torch.randn(1, 3, 1024, 1024)
+    with torch.no_grad():
+        tiled(x)
+    y = tiled(x)
+    assert type(y.grad_fn).__name__ == "_TiledBackward"
+    y.mean().backward()
+    net(x).mean().backward()
+    for own, theirs in zip(tiled.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, theirs.grad)
+    with torch.no_grad():
+        assert tiled(x).grad_fn is None
