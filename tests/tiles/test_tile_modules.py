@@ -396,8 +396,8 @@ def test_tile_and_compiled_modules(net: Net, compiled: CompileCounter, how: str)
 
 
 def test_kept_plans_know_whether_gradients_are_asked_for() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
-    tiled, x = pc.tile_modules(copy.deepcopy(net)), torch.randn(1, 3, 1024, 1024)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1)).double()
+    tiled, x = pc.tile_modules(copy.deepcopy(net)), torch.randn(1, 3, 1024, 1024).double()
     with torch.no_grad():
         tiled(x)
     y = tiled(x)
