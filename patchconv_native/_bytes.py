@@ -1,12 +1,18 @@
-"""Numbers of bytes, written for a reader and read from text. Needs nothing, so that every module may import it."""
+"""Numbers of bytes, written for a reader and read from text. Needs Python alone, so that every module may import it."""
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
+from fractions import Fraction
+from typing import SupportsIndex
 
 KIB, MIB, GIB, TIB = (2 ** (10 * power) for power in (1, 2, 3, 4))
 
-_PARSED = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_PARSED = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _PARSED |= {_letter: 2 ** (10 * _power), f"{_letter}ib": 2 ** (10 * _power), f"{_letter}b": 10 ** (3 * _power)}
 
 
 def byte_unit(count: float) -> tuple[int, str]:
@@ -27,14 +33,21 @@ def format_bytes(count: float) -> str:
     return f"{value:.3g} {name}" if abs(value) < 999.5 else f"{value:.0f} {name}"
 
 
-def parse_bytes(value: int | str, what: str) -> int:
-    """The number of bytes in text such as "64MiB", "1.5 GiB" or "500MB"; an int is returned as it is.
+def parse_bytes(value: SupportsIndex | float | str, what: str) -> int:
+    """The number of bytes in text such as "64MiB", "1.5 GiB" or "500MB"; a whole number is returned as an int.
 
-    Raises ValueError for anything else, in a message that begins with `what`.
+    Units, in small or capital letters: KiB, MiB, GiB, TiB and their short forms K, M, G, T are powers of 1024; KB, MB,
+    GB, TB powers of 1000. Numbers may be numpy's, and floats that are whole, as 1e9 is. A float that is not whole is
+    refused: it is often a number of GiB. Raises ValueError for anything else, in a message that begins with `what`.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _PARSED:
-        raise ValueError(f"{what}: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got {value!r}")
-    return int(float(match[1]) * _PARSED[match[2].lower()])
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", value)
+        if match is not None and match[2].lower() in _PARSED:
+            return int(Fraction(match[1]) * _PARSED[match[2].lower()])
+    elif isinstance(value, float):
+        if value.is_integer():
+            return int(value)
+    elif not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{what}: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got {value!r}")

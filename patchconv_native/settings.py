@@ -38,7 +38,7 @@ class _Set(AbstractContextManager[Any]):
 def workspace_limit(limit: int | str | None = None) -> Any:
     """The transient memory, in bytes, that one convolution with automatic splits may use besides its result.
 
-    Without an argument returns it. With one (an int or text such as "64MiB"; at least 1) sets it for the process;
+    Without an argument returns it. With one (a number or text such as "64MiB"; at least 1) sets it for the process;
     `with workspace_limit("8MiB"):` sets it for the block. A convolution that needs more for a single output position is
     computed all the same. ValueError for other values.
     """

@@ -63,11 +63,18 @@ def tile(text: str) -> int | tuple[int, ...]:
     return found if len(found) > 1 else found[0]
 
 
+def dimension(text: str) -> int:
+    """A spatial dimension of an image, also counted from the last one."""
+    if text not in ("2", "3", "4", "-1", "-2", "-3"):
+        raise argparse.ArgumentTypeError(f"expected a dimension from 2 to 4 or from -3 to -1, got {text!r}")
+    return int(text)
+
+
 def budget(text: str) -> int:
     """A number of bytes."""
     try:
         found = parse_bytes(text, "")
-    except (ValueError, OverflowError):
+    except ValueError:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 6GiB, 500MB or 1073741824, got {text!r}")
