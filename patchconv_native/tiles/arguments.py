@@ -14,8 +14,21 @@ from .record import Recorded
 from .state import change, change_of, containers, contents, objects, same
 
 
+def is_spatial(dim: Any) -> bool:
+    """Whether it is a spatial dimension of images: 2 or more, or counted from the last one, -1 or less."""
+    return isinstance(dim, int) and not isinstance(dim, bool) and (dim >= 2 or dim <= -1)
+
+
+def least_dimensions(dim: int) -> int:
+    """How many dimensions an image must have for `dim` to be one of its spatial dimensions."""
+    return dim + 1 if dim >= 0 else 2 - dim
+
+
 class Arguments:
-    """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut."""
+    """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut.
+
+    dims: their spatial dimensions, from 2 on, with that one first.
+    """
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, arrays: bool = False, dim: int = 2,
@@ -27,9 +40,12 @@ class Arguments:
         most = max(sizes, default=0)
         if most < 3:
             raise ValueError(f"{owner}: expected x to have 3 dimensions or more, such as (N, C, H, W), got {most}")
-        if isinstance(dim, bool) or not isinstance(dim, int) or not 2 <= dim < most:
-            raise ValueError(f"{owner}: expected dim to be from 2 to {most - 1}, a spatial dimension of x, got {dim!r}")
-        self.dims = [dim, *(d for d in range(2, most) if d != dim)]
+        if not is_spatial(dim) or least_dimensions(dim) > most:
+            raise ValueError(
+                f"{owner}: expected dim to be from 2 to {most - 1} or from {2 - most} to -1, a spatial dimension of x, "
+                f"got {dim!r}"
+            )
+        self.dims = [dim % most, *(d for d in range(2, most) if d != dim % most)]
         self._leaves = leaves
         self._places = [i for i, size in enumerate(sizes) if size == most]
         self.images: list[Any] = [leaves[i] for i in self._places]

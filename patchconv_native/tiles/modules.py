@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..wrap import Model, Which, Wrapped, wrap_modules
-from .arguments import Arguments
+from .arguments import Arguments, is_spatial, least_dimensions
 from .choices import fits_a_strip
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
@@ -38,7 +38,8 @@ class _Tiled(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inner = super().forward
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, Recorded) for leaf in leaves) or max((t.dim() for t in leaves), default=0) <= self._dim:
+        most = max((t.dim() for t in leaves), default=0)
+        if any(isinstance(leaf, Recorded) for leaf in leaves) or most < least_dimensions(self._dim):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
         check_gradients(OWNER, self, arguments)
@@ -103,15 +104,15 @@ def tile_modules(
     which: names of modules (as in named_modules(); one or several), a module class or several, a function
     (name, module) -> bool, or, without `budget`, a mapping of names to budgets: {"decoder": "1GiB"}. "" is the model
     itself. budget: as of `tile`; None chooses strips for speed, and leaves small images to the module's own forward.
-    dim: as of `tile`, for all of them.
+    dim: as of `tile`, for all of them. A call with images of too few dimensions for it runs as it is.
     `tile_modules(model, ())` undoes it. Parameters, hooks of these modules (which run once, outside), optimizers and
     state_dict stay. The model can be converted and reverted before or after. What was planned for an input is
     kept for the next one like it, as long as the modules' parameters, buffers and attributes stay what they are. What a
     forward reads from elsewhere, such as a global variable, must not change: tile_modules again after a change of it.
 
-    Forwards raise what `tile` raises. ValueError for names that the model does not have and budgets that are no number
-    of bytes; TypeError for modules that are scripted or lazy, without a forward, or with a forward of the instance.
-    Nothing has been changed then.
+    Forwards raise what `tile` raises. ValueError for names that the model does not have, budgets that are no number of
+    bytes and a dim that is not spatial; TypeError for modules that are scripted or lazy, without a forward, or with a
+    forward of the instance. Nothing has been changed then.
     """
     budgets: dict[str, int | None] = {}
     if isinstance(which, Mapping):
@@ -119,6 +120,8 @@ def tile_modules(
             raise TypeError(f"{OWNER}: expected budget to be None where which says it, got {budget!r}")
         budgets = {name: budget_of(OWNER, value) for name, value in which.items()}
     shared = budget_of(OWNER, budget)
+    if not is_spatial(dim):
+        raise ValueError(f"{OWNER}: expected dim to be 2 or more, or -1 or less, a spatial dimension, got {dim!r}")
     changed = wrap_modules(
         OWNER, "tile", model, list(budgets) if isinstance(which, Mapping) else which, _Tiled,
         lambda name: _kind(budgets.get(name, shared), dim),

@@ -57,8 +57,9 @@ def tile(
     an array-like, with a shape, a dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip,
     and reaches the module in its own dtype. A function, which has no parameters, gets it on the CPU. The budget then
     counts the strips that are read and, without `out`, the result.
-    budget: bytes, as an int or as "512MiB". None: strips are chosen for speed alone. Where strips as wide as the image
-    do not keep it, the image is cut into bands as well, and what these read of each other is computed again.
+    budget: bytes, as a number or as text: "512MiB", "512M" (the same), "512MB". None: strips are chosen for speed
+    alone. Where strips as wide as the image do not keep it, the image is cut into bands as well, and what these read of
+    each other is computed again.
     tile: rows of the result that a strip has, in place of the choice; (256, 512): and columns of a band.
     store: where values are kept from one sweep over the image to the next: "device", within the budget; "cpu", in
     the host's memory, for a model on a GPU; or a folder (a str with a separator, or a path), in files that are removed
@@ -66,8 +67,8 @@ def tile(
     out: a tensor or an array-like of the shape and dtype of the result, which must be one tensor. The result is written
     into it strip by strip, and `out` is returned.
     progress: True for a line on stderr, or a function that is called with how much of how much is done.
-    dim: along which dimension of the images strips are cut: 2 for the rows of (N, C, H, W), 3 for its columns. Of a
-    video, (N, C, T, H, W), 2 is the time.
+    dim: along which dimension of the images strips are cut: 2 for the rows of (N, C, H, W), 3 or -1 for its columns. Of
+    a video, (N, C, T, H, W), 2 is the time, and -2 the rows.
 
     Gradients are not served: call it under torch.no_grad(). Raises NotServed, a NotImplementedError, naming the
     function and its module, where a function has no rule, or where what the module does depends on the values of

@@ -85,6 +85,14 @@ def test_npy(commands: Commands, image: Any, name: str) -> None:
     assert not Path("out.npy.journal").exists()
 
 
+@pytest.mark.parametrize("dim", ["3", "-1"])
+def test_columns(commands: Commands, image: Any, dim: str) -> None:
+    words = ("tile", "nets.py:norms", "in.npy", "out.npy", "--tile", "8", "--device", "cpu", "--dim", dim)
+    text = commands(*words)
+    assert text.code == 0 and text.err.splitlines()[-1] == "strip 15 of 15"
+    check("out.npy", expected("norms", image))
+
+
 def test_progress_and_weights(commands: Commands, image: Any) -> None:
     torch.manual_seed(7)
     other = models.find("nets.py:convs").build()
@@ -223,6 +231,10 @@ def said(text: CommandText) -> str:
     (("nets.py:convs", "in.npy", "out.npy", "--store", "nowhere"), "--store nowhere: expected a folder that is there"),
     (("nets.py:convs", "in.npy", "out.npy", "--store", "cpu"), "store='cpu' is the same as 'device'"),
     (("nets.py:convs", "in.npy", "out.npy", "--weights", "in.npy"), "--weights in.npy: "),
+    (("nets.py:convs", "in.npy", "out.npy", "--dim", "1"), "--dim: expected a dimension from 2 to 4 or from -3 to -1"),
+    (("nets.py:convs", "in.npy", "out.npy", "--dim", "4"), "expected dim to be from 2 to 3 or from -2 to -1"),
+    (("nets.py:convs", "in.npy", "out.npy", "--dim", "-3"), "dimension of x, got -3"),
+    (("nets.py:convs", "in.npy", "out.npy", "--budget", "1 gig"), "--budget: expected a number of bytes such as 6GiB"),
     (("nets.py:two", "in.npy", "out.npy"), "one tensor, got one that returns tuple"),
     (("nets.py:wide", "in.npy", "out.npy"), "numpy has no bfloat16"),
     (("%tiny", "in.npy", "out.npy"), "the model failed on in.npy: "),

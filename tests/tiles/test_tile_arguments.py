@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
+from patchconv_native.tiles.modules import _plans
 
 
 def alike(got: Any, want: Any) -> None:
@@ -44,7 +45,7 @@ class Mixed(nn.Module):
         return y, y.mean(2), y.amax(3), y[..., 1:-1].flip(3), x.shape[2]
 
 
-@pytest.mark.parametrize(("dim", "rows"), [(2, 2), (3, 3)])
+@pytest.mark.parametrize(("dim", "rows"), [(2, 2), (3, 3), (-2, 2), (-1, 3)])
 @torch.no_grad()
 def test_either_dimension_can_be_cut(dim: int, rows: int) -> None:
     torch.manual_seed(0)
@@ -62,10 +63,35 @@ def test_wide_images_fit_by_columns() -> None:
     alike(pc.tile_modules(net, "", budget="100KiB", dim=3)(x), want)
 
 
-@pytest.mark.parametrize("dim", [1, 4, -1, True, "W"])
+@torch.no_grad()
+def test_dim_counts_from_the_last_one_too() -> None:
+    net, video, line = nn.ReLU(), structured((1, 2, 6, 30, 8)), structured((1, 2, 40))
+    plans = [str(pc.tile_plan(net, video, tile=5, dim=dim)) for dim in (2, 3, 4)]
+    assert len(set(plans)) == 3 and plans == [str(pc.tile_plan(net, video, tile=5, dim=dim)) for dim in (-3, -2, -1)]
+    tiled = pc.tile_modules(nn.Sequential(nn.Conv1d(2, 2, 3)).double(), "", budget="1MiB", dim=-1)
+    alike(tiled(line), tiled[0](line))
+    known = list(_plans[tiled].values())
+    assert [kept.plan.kinds.dims[kept.plan.graph.inputs[0]] for kept in known] == [2]
+    tiled = pc.tile_modules(nn.Sequential(nn.Conv1d(2, 2, 3)).double(), "", budget="1MiB", dim=-2)
+    alike(tiled(line), tiled[0](line))  # it has no rows: as it is
+    assert tiled not in _plans
+
+
+@pytest.mark.parametrize("dim", [1, 4, 0, -3, -4, True, "W", None])
 def test_dim_is_checked(dim: Any) -> None:
-    with pytest.raises(ValueError, match="tile: expected dim to be from 2 to 3, a spatial dimension of x, got"):
-        pc.tile(nn.ReLU(), structured((1, 3, 12, 10)), dim=dim)
+    net, x = nn.ReLU(), structured((1, 3, 12, 10))
+    text = "expected dim to be from 2 to 3 or from -2 to -1, a spatial dimension of x, got "
+    for call in (pc.tile, pc.tile_plan):
+        with pytest.raises(ValueError, match=f"{call.__name__}: {text}{dim!r}"):
+            call(net, x, dim=dim)
+
+
+@pytest.mark.parametrize("dim", [1, 0, True, "W", None])
+def test_dim_of_modules_is_checked(dim: Any) -> None:
+    net = nn.Sequential(nn.ReLU())
+    with pytest.raises(ValueError, match=f"tile_modules: expected dim to be 2 or more, or -1 or less.* got {dim!r}"):
+        pc.tile_modules(net, "", dim=dim)
+    assert type(net) is nn.Sequential
 
 
 # ----------------------------------------------------------------------------------------------------------------------
