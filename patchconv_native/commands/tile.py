@@ -5,7 +5,11 @@ channels. The model runs in eval mode and gets INPUT in its own dtype. Models fr
 for --weights. --resume goes on from the last strips that are written down in OUTPUT.journal, at most a few seconds
 before the end of a process that was killed; rows that these strips had kept for the next one are computed again. A
 network that needs the whole image first, as for the statistics of a norm, can go on only where the values it keeps are
-in files: with --store. Without one it begins again.
+in files: with --store. Without one it begins again. --resume where nothing has begun begins.
+
+Nothing is computed twice: with --resume, OUTPUT.journal stays in the end, a small file that says "finished". The same
+call with --resume then does nothing. A call without --resume begins anew, and leaves no journal. --resume is refused,
+and OUTPUT stays, where the journal is of another call, or where OUTPUT is there without a journal.
 
   patchconv_native tile my_models.py:unet scan.npy mask.npy --budget 2GiB
   patchconv_native tile my_models.py:unet scan.tiff mask.zarr --budget 2GiB --store ./scratch --resume
@@ -20,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import patchconv_native as pc
 
@@ -33,6 +37,8 @@ from ..tiles.tiling import plan_call, run_plan
 from . import images, models, options
 from .errors import Failed, Mistake, line
 from .progress import Progress, note, wrote
+
+WEIGHTS = "the weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise Mistake(str(error).removeprefix("tile: ")) from error
         except (RuntimeError, TypeError, OSError) as error:
             raise Failed(f"the model failed on {arguments.input}: {line(error)}") from error
-    wrote([arguments.output])
     return 0
 
 
@@ -102,24 +107,51 @@ def _tile(model: nn.Module, image: Any, arguments: argparse.Namespace) -> None:
     given = Arguments((image,), arrays=True, dim=arguments.dim)
     store = "device" if arguments.store is None else arguments.store if arguments.store == "cpu" else _folder(arguments)
     plan = plan_call("tile", model, model, given, arguments.budget, arguments.tile, store, out_later=True)
-    journal = Journal(Path(f"{arguments.output}.journal"), _identity(model, image, plan, arguments))
-    again = False
+    fake, dtype = _result(plan)
+    journal = Journal(Path(f"{arguments.output}.journal"), _identity(model, image, plan, given.dims, arguments))
     if arguments.resume:
-        try:
-            again = journal.load() and arguments.output.exists()
-        except ValueError as error:
-            raise Mistake(f"--resume: {error}; without --resume, tile begins again") from error
-        if not again:
-            journal.state = None
-            note(f"nothing is written down in {journal.path}: beginning")
-    else:
-        journal.finish()
-    out = _output(plan, image, arguments, again)
+        _go_on(journal, arguments)
+        if journal.finished:
+            note(f"{arguments.output} is finished already: nothing is computed; without --resume, tile begins again")
+            return
+    again = journal.state is not None
+    if not again:
+        journal.remove()  # before OUTPUT is not what it says any more
+    strips = max((sweep.strips for sweep in plan.sweeps if sweep.results), default=1)
+    strip = -(-fake.shape[2] // strips) if fake.dim() > 2 else 1
+    out = images.write(arguments.output, tuple(fake.shape), dtype, strip, again)
+    check_out("tile", out, plan.graph, [image])
+    if not again:
+        journal.begin()
     with Progress(arguments.quiet, left=True) as progress:
         run_plan(plan, given, out, lambda done, of: progress.at("strip", done, of), journal)
     if hasattr(out, "flush"):
         out.flush()
-    journal.finish()
+    if arguments.resume:
+        journal.finish()
+    else:
+        journal.remove()
+    wrote([arguments.output])
+
+
+def _go_on(journal: Journal, arguments: argparse.Namespace) -> None:
+    """Reads the journal for --resume. Its state is None where tile begins again."""
+    output = arguments.output
+    try:
+        there = journal.load()
+    except ValueError as error:
+        why = "; models from a library have random weights without --weights" if WEIGHTS in str(error) else ""
+        raise Mistake(f"--resume: {error}{why}; without --resume, tile begins again") from error
+    if output.exists() and not there:
+        raise Mistake(
+            f"--resume: there is no {journal.path} that says how far {output} has come: it was finished by a call "
+            "without --resume, or is of another program; without --resume, tile writes it anew"
+        )
+    if not output.exists() and there:
+        journal.state, journal.finished = None, False
+        note(f"{output} is gone: beginning again")
+    elif journal.state is None and not journal.finished:
+        note(f"nothing is written down in {journal.path}: beginning")
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
@@ -129,8 +161,8 @@ def _folder(arguments: argparse.Namespace) -> Path:
     return path
 
 
-def _output(plan: TilePlan, image: Any, arguments: argparse.Namespace, again: bool) -> Any:
-    """OUTPUT, as an array."""
+def _result(plan: TilePlan) -> tuple[Tensor, Any]:
+    """What is written into OUTPUT, without data, and its dtype of numpy's."""
     graph = plan.graph
     if not isinstance(graph.result, Ref):
         raise Mistake(
@@ -138,29 +170,37 @@ def _output(plan: TilePlan, image: Any, arguments: argparse.Namespace, again: bo
         )
     fake = graph.fakes[graph.result.index]
     try:
-        dtype = torch.empty(0, dtype=fake.dtype).numpy().dtype
+        return fake, torch.empty(0, dtype=fake.dtype).numpy().dtype
     except TypeError:
         name = str(fake.dtype).removeprefix("torch.")
         raise Mistake(f"numpy has no {name}, the dtype of the result: end the model with .float()") from None
-    strips = max((sweep.strips for sweep in plan.sweeps if sweep.results), default=1)
-    strip = -(-fake.shape[2] // strips) if fake.dim() > 2 else 1
-    out = images.write(arguments.output, tuple(fake.shape), dtype, strip, again)
-    check_out("tile", out, graph, [image])
-    return out
 
 
-def _identity(model: nn.Module, image: Any, plan: TilePlan, arguments: argparse.Namespace) -> str:
-    """Of all that the result follows from."""
+def _identity(
+    model: nn.Module, image: Any, plan: TilePlan, dims: list[int], arguments: argparse.Namespace
+) -> dict[str, str]:
+    """All that the result follows from, by the names that a reader of --help knows."""
     state = os.stat(arguments.input)
-    digest = hashlib.sha256()
-    digest.update(repr((
-        pc.__version__, torch.__version__, arguments.model, str(arguments.input.resolve()), state.st_size,
-        state.st_mtime_ns, tuple(image.shape), str(image.dtype), str(arguments.output.resolve()), plan.store,
-        [(call.name, call.module) for call in plan.graph.calls],
-        [(sweep.number, sweep.strips, sorted(sweep.own.items())) for sweep in plan.sweeps], arguments.dim,
-    )).encode())  # fmt: skip
+    weights = hashlib.sha256()
     for name, value in model.state_dict().items():
-        digest.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
+        weights.update(repr((name, tuple(value.shape), str(value.dtype))).encode())
         for part in value.detach().flatten().split(2**22):
-            digest.update(part.cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+            weights.update(part.cpu().contiguous().view(torch.uint8).numpy())
+    sweeps = [(sweep.number, sweep.strips, sorted(sweep.own.items())) for sweep in plan.sweeps]
+    contents = state.st_size, state.st_mtime_ns, tuple(image.shape), str(image.dtype)
+    return {
+        "patchconv_native's version": pc.__version__,
+        "torch's version": str(torch.__version__),
+        "MODEL": arguments.model,
+        "the model's layers": _digest([(call.name, call.module) for call in plan.graph.calls]),
+        WEIGHTS: weights.hexdigest(),
+        "INPUT's path": str(arguments.input.resolve()),
+        "INPUT's contents": _digest(contents),
+        "OUTPUT's path": str(arguments.output.resolve()),
+        "--store": str(plan.store),
+        "the strips (--budget, --tile or --dim)": _digest((dims, sweeps)),
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

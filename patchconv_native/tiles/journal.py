@@ -2,17 +2,19 @@
 
 The file holds what a strip leaves behind, but for what lies in files already: the rows of the result, and stored values
 where they are kept in a folder. What strips keep for the next one is not in it: going on, those rows are computed again
-(`resumed`).
+(`resumed`). Before the first strip it says that the call has begun, and after the last one that it is finished.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +45,23 @@ class State:
 
 @dataclass
 class Journal:
-    """path: of the file. identity: of all that the result follows from; a file with another one is not read."""
+    """path: of the file. identity: all that the result follows from, by name, as it is or as a digest; a file with
+    another one is not read.
+    """
 
     path: Path
-    identity: str
+    identity: dict[str, str]
     every: float = EVERY
     state: State | None = None
-    """From where to go on."""
+    """From where to go on; None: from the beginning."""
+    finished: bool = False
+    """Whether the call has come to its end."""
     _last: float = field(default_factory=time.monotonic)
+
+    @property
+    def name(self) -> str:
+        """For files of this call."""
+        return hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()[:16]
 
     def load(self) -> bool:
         """Whether there is a file; ValueError where it is of another call, or broken."""
@@ -58,29 +69,40 @@ class Journal:
             return False
         try:
             found = torch.load(self.path, weights_only=True)
-            identity, parts = found.pop("identity"), found
-        except (RuntimeError, EOFError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+            identity, state, finished = dict(found["identity"]), found["state"], found["finished"]
+        except (RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
             raise ValueError(f"{self.path} is no journal of tile") from error
-        if identity != self.identity:
-            raise ValueError(f"{self.path} is of another model, input, output or plan")
-        self.state = State(**parts)
+        names = dict.fromkeys([*self.identity, *identity])
+        differs = [name for name in names if identity.get(name) != self.identity.get(name)]
+        if differs:
+            raise ValueError(f"{self.path} is of another call, which differs in {', '.join(differs)}")
+        self.state, self.finished = None if state is None else State(**state), finished
         return True
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= self.every
 
+    def begin(self) -> None:
+        self._write(None, finished=False)
+
     def save(self, state: State) -> None:
         """In place of the entry before, at once. What the state stands for has been flushed."""
+        self._write(vars(state), finished=False)
+
+    def finish(self) -> None:
+        self._write(None, finished=True)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, state: dict[str, Any] | None, finished: bool) -> None:
         part = self.path.with_name(self.path.name + ".part")
         with open(part, "wb") as file:
-            torch.save({"identity": self.identity, **vars(state)}, file)
+            torch.save({"identity": self.identity, "state": state, "finished": finished}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, self.path)
         self._last = time.monotonic()
-
-    def finish(self) -> None:
-        self.path.unlink(missing_ok=True)
 
 
 def rows_in_files(stored: Mapping[int, Sequence[Kept]]) -> dict[int, list[int]] | None:

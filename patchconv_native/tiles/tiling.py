@@ -277,7 +277,7 @@ def _computed(
         _report(progress, done, total)
 
     state = None if journal is None else journal.state
-    with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.identity[:16]}") as store:
+    with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.name}") as store:
         run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
         with run.copies(device):
             sweeps = {sweep.number: sweep for sweep in plan.sweeps}

@@ -16,7 +16,7 @@ from support.command_line import Commands, CommandText, commands
 from support.processes import ROOT
 from torch import Tensor
 
-from patchconv_native.commands import models
+from patchconv_native.commands import models, tile
 from patchconv_native.tiles import journal
 
 __all__ = ["commands"]
@@ -44,6 +44,9 @@ def convs():
         Slow(), nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 5, padding=2), nn.SiLU(),
         nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(8, 2, 3, padding=1),
     )
+
+def random():
+    return nn.Sequential(Slow(), nn.Conv2d(3, 2, 1))
 
 def two():
     class Two(nn.Module):
@@ -166,16 +169,107 @@ def test_a_call_that_is_broken_off_goes_on(
     text = commands(*words, "--resume")
     assert text.code == 0 and text.err == "" and seen == [strips]
     check("out.npy", expected(name, image))
-    assert sorted(path.name for path in Path().iterdir() if path.name[0] in "op" and "py" not in path.suffix) == []
+    assert left() == ["out.npy", "out.npy.journal"] and Path("out.npy.journal").stat().st_size < 4096
+
+
+def left() -> list[str]:
+    """What a call has left in the folder."""
+    return sorted(path.name for path in Path().iterdir() if path.name[0] in "op")
+
+
+def test_a_call_that_is_finished_is_not_computed_again(
+    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("tile", "nets.py:norms", "in.npy", "out.npy", "--tile", "8", "--store", ".", *QUIET)
+    text = commands(*words, "--resume")
+    assert (text.code, text.out) == (0, "wrote out.npy\n")
+    assert text.err == "note: nothing is written down in out.npy.journal: beginning\n"
+    state = os.stat("out.npy").st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(tile, "run_plan", None)
+        text = commands(*words, "--resume")
+    assert (text.code, text.out) == (0, "")
+    assert text.err.startswith("note: out.npy is finished already: nothing is computed; without --resume, tile begins")
+    assert os.stat("out.npy").st_mtime_ns == state
+    check("out.npy", expected("norms", image))
+    with_another = commands(*words, "--resume", "--tile", "9").mistake("tile")
+    assert "out.npy.journal is of another call, which differs in the strips (--budget" in with_another
+    assert os.stat("out.npy").st_mtime_ns == state
+    Path("out.npy").unlink()
+    text = commands(*words, "--resume")
+    assert text.code == 0 and text.err == "note: out.npy is gone: beginning again\n"
+    check("out.npy", expected("norms", image))
+    assert commands(*words).code == 0 and left() == ["out.npy"]
+
+
+def test_an_output_without_a_journal_is_not_written_over(commands: Commands, image: Any) -> None:
+    words = ("tile", "nets.py:convs", "in.npy", "out.npy", "--tile", "8", *QUIET)
+    assert commands(*words).code == 0
+    Path("out.npy").write_bytes(b"of another program")
+    text = commands(*words, "--resume").mistake("tile")
+    assert "--resume: there is no out.npy.journal that says how far out.npy has come: it was finished by a call" in text
+    assert Path("out.npy").read_bytes() == b"of another program" and left() == ["out.npy"]
+
+
+def test_a_call_that_cannot_begin_leaves_the_journal_of_another(
+    commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("nets.py:convs", "in.npy", "out.npy", "--tile", "8", *QUIET)
+    seen = stopped_after(monkeypatch, 5)
+    assert commands("tile", *words).code == 130
+    assert "numpy has no bfloat16" in said(commands("tile", "nets.py:wide", *words[1:]))
+    assert commands("tile", *words, "--resume").code == 0 and seen == [13]
+    check("out.npy", expected("convs", image))
 
 
 def test_what_is_another_call_is_refused(commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("tile", "nets.py:convs", "in.npy", "out.npy", *QUIET, "--resume", "--tile")
-    stopped_after(monkeypatch, 2)
-    assert commands(*words, "8").code == 130
-    assert "--resume: out.npy.journal is of another model" in commands(*words, "6").mistake("tile")
+    words = ["tile", "nets.py:convs", "in.npy", "out.npy", *QUIET, "--resume", "--tile", "8"]
+    seen = stopped_after(monkeypatch, 2)
+    assert commands(*words).code == 130
+
+    def differs(*others: str) -> str:
+        text = commands(*words, *others).mistake("tile")
+        begin, end = "--resume: out.npy.journal is of another call, which differs in ", "without --resume, tile begins"
+        assert begin in text and end in text
+        return text.partition(begin)[2].partition(f"; {end}")[0]
+
+    strips, weights = "the strips (--budget, --tile or --dim)", "the weights"
+    assert differs("--tile", "6") == strips
+    assert differs("--dim", "3") == strips
+    assert differs("--store", ".") == "--store"
+    torch.save({k: v + 1 for k, v in models.find("nets.py:convs").build().state_dict().items()}, "weights.pt")
+    assert differs("--weights", "weights.pt").split("; ")[0] == weights
+    words[1] = "nets.py:norms"
+    assert differs().split("; ")[0] == f"MODEL, the model's layers, {weights}, {strips}"
+    words[1] = "nets.py:convs"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "3.0")
+        assert differs() == "torch's version"
+    state = os.stat("in.npy")
+    Path("in.npy").touch()
+    assert differs() == "INPUT's contents"
+    os.utime("in.npy", ns=(state.st_atime_ns, state.st_mtime_ns))
+    numpy.save("other.npy", image)
+    os.utime("other.npy", ns=(state.st_atime_ns, state.st_mtime_ns))
+    words[2] = "other.npy"
+    assert differs() == "INPUT's path"
+    words[2] = "in.npy"
+    kept = Path("out.npy.journal").read_bytes()
     Path("out.npy.journal").write_bytes(b"half an ent")
-    assert "out.npy.journal is no journal of tile" in commands(*words, "8").mistake("tile")
+    assert "out.npy.journal is no journal of tile" in commands(*words).mistake("tile")
+    torch.save({"identity": "of an earlier version"}, "out.npy.journal")
+    assert "out.npy.journal is no journal of tile" in commands(*words).mistake("tile")
+    Path("out.npy.journal").write_bytes(kept)
+    assert commands(*words).code == 0 and seen == [13]
+    check("out.npy", expected("convs", image))
+
+
+def test_random_weights_are_told(commands: Commands, image: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("tile", "nets.py:random", "in.npy", "out.npy", "--tile", "8", *QUIET, "--resume")
+    stopped_after(monkeypatch, 2)
+    assert commands(*words).code == 130
+    text = commands(*words).mistake("tile")
+    assert "which differs in the weights; models from a library have random weights without --weights; without" in text
 
 
 def test_without_a_folder_a_network_that_stores_values_begins_again(
@@ -183,12 +277,18 @@ def test_without_a_folder_a_network_that_stores_values_begins_again(
 ) -> None:
     words = ("tile", "nets.py:norms", "in.npy", "out.npy", "--tile", "8", *QUIET)
     seen = stopped_after(monkeypatch, 10**6)
-    assert commands(*words).code == 0
-    kept = seen[0]
-    assert kept < 36
+    with monkeypatch.context() as patch:
+        patch.setattr(tile, "run_plan", broken_off)
+        assert commands(*words).code == 130
+    assert left() == ["out.npy", "out.npy.journal"]
     text = commands(*words, "--resume")
     assert text.code == 0 and "note: nothing is written down in out.npy.journal: beginning" in text.err
+    assert seen == [0]  # no strip, since values are kept in memory
     check("out.npy", expected("norms", image))
+
+
+def broken_off(*arguments: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_process_that_is_killed_goes_on(commands: Commands, image: Any) -> None:
@@ -203,7 +303,7 @@ def test_a_process_that_is_killed_goes_on(commands: Commands, image: Any) -> Non
     command = [sys.executable, "-c", program, *words, "--device", "cpu", "--quiet"]
     process = subprocess.Popen(command, cwd=folder, env=environment)
     deadline = time.monotonic() + 120
-    while not Path("out.npy.journal").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not list(Path().glob("patchconv-tile-*/*.rows")) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     time.sleep(1)
     process.send_signal(signal.SIGKILL)

@@ -96,7 +96,7 @@ def resumed(device: Device, folder: Path, order: int | None, bands: bool) -> tup
             if done == stop:
                 raise Broken
 
-        journal = Watched(folder / "journal", "identity", every=0.0).see(out, want, there)
+        journal = Watched(folder / "journal", {"call": "this"}, every=0.0).see(out, want, there)
         journal.load()
         with device(order) as streams, contextlib.nullcontext() if stop is None else pytest.raises(Broken):
             run_plan(plan, Arguments((x,), arrays=True), out, progress, journal)
