@@ -368,3 +368,27 @@ def test_gradients_are_refused_wherever_they_come_from() -> None:
         with torch.no_grad():
             assert not pc.tile(module, x).requires_grad
     assert pc.tile(nn.ReLU(), X).shape == X.shape
+
+
+class Recurrent(nn.Module):
+    """Over the places of an image, one after the other."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.lines = kind(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lines(x.flatten(2).transpose(1, 2))[0]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@torch.no_grad()
+def test_recurrent_layers_get_their_arguments_whole(kind: type[nn.RNNBase]) -> None:
+    net, x = Recurrent(kind), X[:, :, :6, :5]
+    if kind is nn.LSTM and torch.backends.mkldnn.is_available():
+        with pytest.raises(pc.NotServed, match=r"tile: lstm in lines is not served: what memory .*mkldnn\.flags"):
+            pc.tile(net, x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        torch.testing.assert_close(pc.tile(net, x), net(x))
+        name = kind.__name__.lower()
+        assert [call.name for call in pc.tile_plan(net, x).graph.calls].count(name) == 1
