@@ -27,7 +27,7 @@ def rules(make: Callable[[Any], Rule], functions: Iterable[Any]) -> None:
 
 def name_of(function: Any) -> str:
     """For messages: an attribute's getter has the name of the attribute."""
-    name = getattr(function, "__name__", None) or str(function)
+    name = getattr(function, "__name__", None) or getattr(function, "name", None) or str(function)
     if name == "__get__":
         name = getattr(getattr(function, "__self__", None), "__name__", name)
     return str(name)

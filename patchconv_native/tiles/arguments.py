@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..spatial import NotServed
@@ -24,6 +26,29 @@ def least_dimensions(dim: int) -> int:
     return dim + 1 if dim >= 0 else 2 - dim
 
 
+def check_called(owner: str, module: Any) -> None:
+    """TypeError for what is no module and no function that can be called with images."""
+    expected = f"{owner}: expected module to be a torch.nn.Module or a function"
+    if isinstance(module, type):
+        raise TypeError(f"{expected}, got the class {module.__name__}: make one, as {module.__name__}(...)")
+    if not callable(module):
+        raise TypeError(f"{expected}, got {type(module).__name__}")
+    forward = getattr(type(module), "forward", None)  # a scripted module's class says that it has none
+    if isinstance(module, nn.Module) and forward is nn.Module.forward and "forward" not in vars(module):
+        raise TypeError(f"{expected}, got a {type(module).__name__}, which has no forward")
+
+
+def _dimensions(image: Any) -> int:
+    return image.dim() if isinstance(image, Tensor) else len(image.shape)
+
+
+def _kinds_of(args: tuple[Any, ...]) -> str:
+    """What was given, and for the name of a file how it is opened."""
+    kinds = ", ".join(type(arg).__name__ for arg in args) or "an empty tuple"
+    named = any(isinstance(arg, (str, os.PathLike)) for arg in args)
+    return kinds + ("; a file is opened first: numpy.load(path, mmap_mode='r')" if named else "")
+
+
 class Arguments:
     """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut.
 
@@ -36,8 +61,13 @@ class Arguments:
     ) -> None:  # fmt: skip
         self._given = (args, kwargs or {})
         leaves, self._spec = tree_flatten(self._given)
-        sizes = [len(leaf.shape) if isinstance(leaf, Tensor) or (arrays and is_array(leaf)) else 0 for leaf in leaves]
+        sizes = [_dimensions(leaf) if isinstance(leaf, Tensor) or (arrays and is_array(leaf)) else 0 for leaf in leaves]
         most = max(sizes, default=0)
+        if not most:
+            raise ValueError(
+                f"{owner}: expected x to be a tensor, an array-like such as numpy.memmap, or a tuple of the module's "
+                f"arguments with one of these in it, got {_kinds_of(args)}"
+            )
         if most < 3:
             raise ValueError(f"{owner}: expected x to have 3 dimensions or more, such as (N, C, H, W), got {most}")
         if not is_spatial(dim) or least_dimensions(dim) > most:
@@ -49,6 +79,11 @@ class Arguments:
         self._leaves = leaves
         self._places = [i for i, size in enumerate(sizes) if size == most]
         self.images: list[Any] = [leaves[i] for i in self._places]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for image in self.images:
+            if isinstance(image, Tensor) and (image.layout != torch.strided or image.is_nested):
+                layout = "nested" if image.is_nested else f"of layout {image.layout}"
+                raise ValueError(f"{owner}: expected x to be a dense tensor, got one that is {layout}")
 
     def rest(self) -> Any:
         """All but the images, to tell calls apart; None where it holds tensors or objects."""

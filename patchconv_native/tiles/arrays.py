@@ -167,6 +167,8 @@ def check_out(owner: str, out: Any, graph: Graph, images: list[Any]) -> None:
         raise ValueError(f"{owner}: expected out to have the dtype {fake.dtype}, got {dtype}{hint}")
     if not isinstance(out, Tensor) and _is_numpy(out) and not out.flags.writeable:
         raise ValueError(f"{owner}: expected out to be an array that can be written, got one that is read-only")
+    if isinstance(out, Tensor) and any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"{owner}: expected out to have memory for each of its elements, got an expanded tensor")
     if any(share_memory(out, image) for image in images):
         raise ValueError(f"{owner}: expected out to have memory of its own, got that of x")
 

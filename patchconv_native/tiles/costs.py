@@ -16,6 +16,7 @@ import torch
 from .._library import load
 from ..memory.fake import Storages
 from ..memory.sizes import tensors
+from ..spatial import NotServed
 from ..spatial.layout import layout
 from .chains import run_chain
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
@@ -193,8 +194,16 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
             copies = 2 if kinds.others else 1  # of several bands, one is read at a time
             gathers += copies * bytes_of(graph, v) + extra(outside.store, row_bytes(graph, kinds, v))
     written = call.inputs[0] if call.writes else None
-    with graph.mode, torch.no_grad(), counted:
-        run_whole(call, lambda v: graph.fakes[v].clone() if v == written else graph.fakes[v])
+    try:
+        with graph.mode, torch.no_grad(), counted:
+            run_whole(call, lambda v: graph.fakes[v].clone() if v == written else graph.fakes[v])
+    except NotServed:
+        raise
+    except NotImplementedError as error:  # oneDNN's LSTM
+        raise NotServed(
+            f"tile: {call.where} is not served: what memory it takes is known only without oneDNN, under "
+            "torch.backends.mkldnn.flags(enabled=False)"
+        ) from error
     return peak.most + gathers
 
 

@@ -218,7 +218,9 @@ def run_part(call: Call, asked: Asked, given: dict[int, tuple[Tensor, Axes] | Te
 
     serve = RULES.get(call.function)
     if serve is None:
-        raise NotServed(f"tile: {call.where} is not served: it has no rule")
+        scripted = isinstance(call.function, (torch.ScriptMethod, torch.ScriptFunction))
+        why = "it is TorchScript: give the module that it was made from" if scripted else "it has no rule"
+        raise NotServed(f"tile: {call.where} is not served: {why}")
     args, kwargs = with_values((call.args, call.kwargs), value)
     with under(call):
         return _tensors(call, serve(*args, **kwargs))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from .._bytes import parse_bytes
 from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from ..spatial.norms import TRACKING
-from .arguments import Arguments
+from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
 from .calls import Progress, computed
 from .fold import fold_norms, in_channels_last
@@ -76,8 +78,13 @@ def tile(
     """
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
+    check_called("tile", module)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
     refuse_transforms("tile", arguments.images)
+    if any(isinstance(one, Tensor) and one.is_meta for one in (*arguments.images, out)):
+        raise ValueError("tile: expected x and out to have memory, got a tensor on meta: tile_plan takes it")
+    if not (callable(progress) or isinstance(progress, bool)):
+        raise ValueError(f"tile: expected progress to be True, False or a function, got {progress!r}")
     plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
     return run_plan(plan, arguments, out, progress)
 
@@ -93,6 +100,7 @@ def tile_plan(
 
     x may be on the meta device. Errors as of `tile`.
     """
+    check_called("tile_plan", module)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim, owner="tile_plan")
     return plan_call("tile_plan", module, module, arguments, budget, tile, store, out)
 
@@ -126,6 +134,8 @@ def record_call(
         shapes = [tuple(image.shape) for image in arguments.images]
         raise ValueError(f"{owner}: expected images with elements, got {shapes}")
     for name, tensor in _tensors_of(module):
+        if is_lazy(tensor):
+            raise ValueError(f"{owner}: expected parameters with memory, got {name} without: run the model once first")
         if tensor.is_meta:
             advice = "module.to_empty(device='cpu') is enough for a plan"
             raise ValueError(f"{owner}: expected parameters and buffers with memory, got {name} on meta: {advice}")
@@ -208,11 +218,15 @@ def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
     """Along each of the dimensions `dims`, of which the first is that of strips."""
     if tile is None:
         return ()
-    sizes = tile if isinstance(tile, tuple) else (tile,)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes) or not sizes:
-        raise ValueError(f"{owner}: expected tile to be a positive number of rows, got {tile!r}")
-    if isinstance(tile, int):
-        return sizes
+    several = isinstance(tile, (tuple, list))
+    try:
+        sizes = [0 if isinstance(n, bool) else operator.index(n) for n in (tile if several else (tile,))]
+    except TypeError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"{owner}: expected tile to be a positive number of rows, or a tuple of several, got {tile!r}")
+    if not several:
+        return (sizes[0],)
     if len(sizes) != len(dims):
         raise ValueError(
             f"{owner}: expected tile to have a number for each of {len(dims)} spatial dimensions, got {tile!r}"

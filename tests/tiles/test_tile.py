@@ -313,7 +313,7 @@ def test_what_is_not_served_is_named_and_nothing_changes(name: str) -> None:
 
 @pytest.mark.parametrize(("given", "text"), [
     ({"budget": "much"}, "tile: budget: expected a number of bytes"),
-    ({"tile": 0}, "tile: expected tile to be a positive number of rows, got 0"),
+    ({"tile": 0}, "tile: expected tile to be a positive number of rows, or a tuple of several, got 0"),
     ({"store": "tape"}, "tile: expected store to be"),
 ])  # fmt: skip
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -285,3 +287,113 @@ def test_parameters_on_meta_are_refused() -> None:
         with pytest.raises(ValueError, match=r"expected parameters and buffers with memory, got 0\.weight on meta"):
             call(net.eval().requires_grad_(False), x)
     assert pc.tile_plan(net.to_empty(device="cpu"), x, tile=4).sweeps
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Wrong calls
+
+
+def net_with_a_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, padding=1))
+
+
+X = torch.ones(1, 3, 24, 20)
+DENSE = "expected x to be a dense tensor, got one that is "
+NO_X = "expected x to be a tensor, an array-like such as numpy.memmap, or a tuple of the module's arguments with one"
+
+
+@pytest.mark.parametrize(("module", "error", "text"), [
+    (nn.Conv2d, TypeError, "got the class Conv2d: make one, as Conv2d(...)"),
+    (nn.ReLU, TypeError, "got the class ReLU: make one, as ReLU(...)"),
+    (X, TypeError, "expected module to be a torch.nn.Module or a function, got Tensor"),
+    ("resnet18", TypeError, "expected module to be a torch.nn.Module or a function, got str"),
+    (nn.ModuleList([nn.ReLU()]), TypeError, "got a ModuleList, which has no forward"),
+    (nn.Sequential(nn.LazyConv2d(4, 3)), ValueError, "got 0.weight without: run the model once first"),
+    (torch.jit.script(nn.Conv2d(3, 4, 3)), pc.NotServed, "it is TorchScript: give the module that it was made from"),
+])  # fmt: skip
+@pytest.mark.parametrize("call", [pc.tile, pc.tile_plan])
+@torch.no_grad()
+def test_what_is_no_module_is_refused(call: Any, module: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        call(module, X)
+
+
+@pytest.mark.parametrize(("x", "options", "text"), [
+    ("scan.npy", {}, f"{NO_X} of these in it, got str; a file is opened first: numpy.load(path, mmap_mode='r')"),
+    (pathlib.Path("scan.npy"), {}, "; a file is opened first: numpy.load(path, mmap_mode='r')"),
+    (None, {}, f"{NO_X} of these in it, got NoneType"),
+    ((), {}, f"{NO_X} of these in it, got an empty tuple"),
+    ((1, "a"), {}, f"{NO_X} of these in it, got int, str"),
+    (X.to("meta"), {}, "expected x and out to have memory, got a tensor on meta: tile_plan takes it"),
+    (X, {"out": torch.empty(1, 2, 24, 20, device="meta")}, "expected x and out to have memory, got a tensor on meta"),
+    (X.to_sparse(), {}, f"{DENSE}of layout torch.sparse_coo"),
+    (torch.nested.nested_tensor([X[0], X[0]]), {}, f"{DENSE}nested"),
+    (X[:0], {}, "expected images with elements, got [(0, 3, 24, 20)]"),
+    (X, {"out": torch.empty(1, 2, 1, 20).expand(1, 2, 24, 20)}, "expected out to have memory for each of its elements"),
+    (X, {"out": "out.npy"}, "expected out to be a tensor or an array-like, got str"),
+    (X, {"progress": "yes"}, "expected progress to be True, False or a function, got 'yes'"),
+    (X, {"tile": "256"}, "expected tile to be a positive number of rows, or a tuple of several, got '256'"),
+    (X, {"tile": 16.0}, "a tuple of several, got 16.0"),
+    (X, {"tile": [16, 0]}, "a tuple of several, got [16, 0]"),
+    (X, {"tile": (16, True)}, "a tuple of several, got (16, True)"),
+    (X, {"tile": ()}, "a tuple of several, got ()"),
+    (X, {"budget": "1 gig"}, "budget: expected a number of bytes such as 67108864, '64MiB' or '1.5GiB', got '1 gig'"),
+    (X, {"store": None}, "expected store to be 'device', 'cpu' or a folder that exists"),
+])  # fmt: skip
+@torch.no_grad()
+def test_wrong_arguments_are_named_and_change_nothing(x: Any, options: dict[str, Any], text: str) -> None:
+    net = net_with_a_norm()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=f"^tile: .*{re.escape(text)}"):
+        pc.tile(net, x, **options)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("tile", [[5, 7], (torch.tensor(5), 7)])
+@torch.no_grad()
+def test_sizes_of_tiles_may_be_in_a_list_and_of_other_kinds(tile: Any) -> None:
+    assert str(pc.tile_plan(net_with_a_norm(), X, tile=tile)) == str(pc.tile_plan(net_with_a_norm(), X, tile=(5, 7)))
+
+
+def test_gradients_are_served_wherever_they_come_from() -> None:
+    """Also of a function that names a module, and of tensors beside the image."""
+    net, leaf = nn.Sequential(nn.Conv2d(3, 2, 3)), torch.ones(1, requires_grad=True)
+    image = X.clone().requires_grad_()
+    calls: list[tuple[Any, Any, Tensor]] = [
+        (net, X, net[0].weight), (net.forward, X, net[0].weight), (lambda x: net(x), X, net[0].weight),
+        (nn.ReLU(), image, image), (lambda x, w: x * w, (X, leaf), leaf),
+        (lambda x, some: x * some[0], (X, [leaf]), leaf),
+    ]  # fmt: skip
+    for module, x, asked in calls:
+        whole = module(*x) if isinstance(x, tuple) else module(x)
+        (want,) = torch.autograd.grad(whole.square().sum(), asked)
+        (found,) = torch.autograd.grad(pc.tile(module, x, tile=4).square().sum(), asked)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            assert not pc.tile(module, x).requires_grad
+    assert not pc.tile(nn.ReLU(), X).requires_grad
+
+
+class Recurrent(nn.Module):
+    """Over the places of an image, one after the other."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.lines = kind(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lines(x.flatten(2).transpose(1, 2))[0]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@torch.no_grad()
+def test_recurrent_layers_get_their_arguments_whole(kind: type[nn.RNNBase]) -> None:
+    net, x = Recurrent(kind), X[:, :, :6, :5]
+    if kind is nn.LSTM and torch.backends.mkldnn.is_available():
+        with pytest.raises(pc.NotServed, match=r"tile: lstm in lines is not served: what memory .*mkldnn\.flags"):
+            pc.tile(net, x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        torch.testing.assert_close(pc.tile(net, x), net(x))
+        name = kind.__name__.lower()
+        assert [call.name for call in pc.tile_plan(net, x).graph.calls].count(name) == 1
