@@ -170,7 +170,8 @@ class Planner:
                 found.peaks.append(between)
                 continue
             whole = answers + merged + self._whole_bytes((number, 2**31), found.last)
-            room = None if budget is None else budget - whole
+            # A sweep need not take less than another one that takes more than the budget anyway.
+            room = None if budget is None else max([budget, *found.peaks]) - whole
             cut, (peak, there, shares) = self._cut_for(bases[number], there, room, strips, fixed.get(number))
             there = dict(there)
             found.cuts.append(cut)
@@ -189,7 +190,7 @@ class Planner:
         most = min(rows, MOST_STRIPS)
         number = min(number, rows if strips else most)
         best: tuple[Cut, _Found] | None = None
-        patient = not strips and budget != 0
+        patient = not strips
         if fixed is not None:
             number, patient = fixed
         stored = tuple((v, one.state()) for v, one in sorted(there.items()))

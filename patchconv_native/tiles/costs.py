@@ -84,16 +84,16 @@ def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes, r
     """known: what was found before, for steps like this one of as many rows. made: as of the step's sweep. rough: only
     one of the strips with the most rows is looked at.
     """
-    there = [k for k, (low, high) in enumerate(step.rows) if low < high] or [0]
-    first, last, fetches = there[0], there[-1], kinds.fetches[step.call]
-    if rough:
-        there = [max(there, key=lambda k: step.rows[k][1] - step.rows[k][0])]
+    lengths = [high - low for low, high in step.rows]
+    there = [lengths.index(max(lengths))] if rough else [k for k, length in enumerate(lengths) if length] or [0]
+    fetches = kinds.fetches[step.call]
+    first = next((k for k, length in enumerate(lengths) if length), 0)
+    last = next((k for k in reversed(range(len(lengths))) if lengths[k]), 0)
     strips: dict[Any, int] = {}
     for strip in there:  # more rows may need less: a convolution of few goes to another library
-        low, high = step.rows[strip]
         reads = tuple([ranges[strip][1] - ranges[strip][0] for ranges in step.reads.values()])
         border = fetches and (strip == first, strip == last)  # padding is joined to the rows
-        strips.setdefault((high - low, reads, border), strip)
+        strips.setdefault((lengths[strip], reads, border), strip)
     costs = []
     for (one, strip), (other, band) in _pairs(strips, _telling_bands(graph, kinds, step, made)):
         key = *(kinds.alike[place] for place in step.calls), step.asks, one, other

@@ -113,7 +113,7 @@ def resumed(graph: Graph, kinds: Kinds, sweep: Sweep, done: int) -> tuple[Sweep,
         rows = [(max(low, first), max(high, first)) for low, high in step.rows]
         reads = {}
         for v in step.reads:
-            reads[v] = [table.reads(v, one) if one[0] < one[1] else (0, 0) for one in rows]
+            reads[v] = table.reads_of_strips(v, rows)
             needed[v] = min(needed.get(v, 2**62), table.reads_from(v, first))
         steps.append(replace(step, rows=rows, reads=reads))
     return replace(sweep, steps=steps[::-1], rooms=set()), begins

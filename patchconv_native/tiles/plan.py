@@ -266,14 +266,11 @@ def _chosen(planner: Planner, room: int | None, strips: int | None) -> tuple[set
         peaks = planner.stored_at_least(during)
         if room is None or max(peaks) <= room:
             now = planner.choose(stored, room, strips)
-            if room is None or max(now.peaks) <= room:
-                return stored, now
-            now = planner.choose(stored, 0, strips)  # the thinnest strips that help
             peaks = now.peaks
+            if room is None or max(peaks) <= room:
+                return stored, now
             if best is None or max(peaks) < max(best[1].peaks):
                 best = stored, now
-            if max(peaks) <= room:
-                return best
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         there = during[fullest] - planner.gathered.keys() if planner.outside.counted else set()
         if not there:

@@ -41,15 +41,35 @@ class Reach:
         """How many rows of the result can be computed when these many rows of the arguments are there: for each number
         of the lists.
         """
-        found = [self.size] * len(next(iter(arguments.values())))
+        found: list[int] | None = None
         for v, there in arguments.items():
             if v in self.high:
-                high, cell = self.high[v], self.cell
-                can = [bisect.bisect_right(high, rows) * cell for rows in there]
+                high, cell, size = self.high[v], self.cell, self.size
+                can = [min(bisect.bisect_right(high, rows) * cell, size) for rows in there]
             else:
-                can = [rows * self.factor for rows in there]
-            found = list(map(min, found, can))
+                can = list(there) if self.factor == 1 else [rows * self.factor for rows in there]
+            found = can if found is None else list(map(min, found, can))
+        assert found is not None
         return found
+
+    def reads_of_strips(self, v: int, rows: list[Range]) -> list[Range]:
+        """What these rows of the result read of an argument, strip by strip; strips without rows read none."""
+        if v not in self.high:
+            return rows if self.factor == 1 else [self.reads(v, one) for one in rows]
+        if self.cell > 1:
+            return [self.reads(v, one) if one[0] < one[1] else (0, 0) for one in rows]
+        low, high = self.low[v], self.high[v]
+        found = [(low[a], high[b - 1]) if a < b else (0, 0) for a, b in rows]
+        return [(a, b) if a < b else (0, 0) for a, b in found]
+
+    def read_after(self, v: int, ends: list[int]) -> list[int]:
+        """The first row of an argument that the result's rows from each of `ends` on read."""
+        if self.by_row:
+            return ends
+        if self.cell > 1 or v not in self.low:
+            return [self.reads_from(v, end) for end in ends]
+        low, size = self.low[v], self.size
+        return [low[end] if end < size else 2**62 for end in ends]
 
     def reads(self, v: int, rows: Range) -> Range:
         """What rows of the result read of an argument."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -174,10 +175,9 @@ def cut_into(
         call, table = graph.calls[old.call], reach(old.call)
         step = Step(old.call, list(itertools.pairwise([0, *rows])), old.asks)
         for v in (v for v in call.inputs if v in kinds.dims):
-            step.reads[v] = [table.reads(v, rows) if rows[0] < rows[1] else (0, 0) for rows in step.rows]
-            keep = [table.reads_from(v, end) for end in rows]
-            before = sweep.keep.get(v)
-            sweep.keep[v] = keep if before is None else [min(a, b) for a, b in zip(keep, before, strict=True)]
+            step.reads[v] = table.reads_of_strips(v, step.rows)
+            keep, before = table.read_after(v, rows), sweep.keep.get(v)
+            sweep.keep[v] = keep if before is None else list(map(min, keep, before))
         if not old.asks:
             sweep.ready.update((v, rows) for v in call.outputs if v in kinds.dims)
         sweep.steps.append(step)
@@ -194,7 +194,7 @@ def _finish(
     """
     tables = [reach(step.call) for step in base.steps]
     most = [
-        max([-(-table.size // strips), *(b - a for a, b in itertools.pairwise([0, *some]))])
+        max([-(-table.size // strips), *map(operator.sub, some, [0, *some[:-1]])])
         for table, some in zip(tables, ends, strict=True)
     ]
     sizes = [table.size for table in tables]
