@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .._bytes import parse_bytes
-from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .arguments import Arguments
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
-from .fold import fold_norms, in_channels_last
+from .at_once import AtOnce
+from .fold import copied_weights, fold_norms, in_channels_last
 from .journal import Journal
 from .outside import Outside
-from .plan import TilePlan, Wishes, bands_of, strips_of
+from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
 from .record import Graph, Ref, record, refs
 from .run import Run, move_statistics, run_between, run_sweep, take_up
@@ -30,6 +30,7 @@ from .state import change
 from .stores import Store, Where, check_store
 from .sweeps import Sweep
 from .transfers import serves
+from .ways import Bands, Strips, least_of
 
 Progress = Callable[[int, int], None]
 _RECORDING = threading.RLock()
@@ -177,7 +178,7 @@ def _planned(
     written = out_later or (out is not None and on_host(out))
     copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
 
-    def found(find: Any, graph: Graph, ahead: bool | None) -> TilePlan:
+    def wishes(graph: Graph, ahead: bool | None) -> Wishes:
         copies = {
             v: source.copies + (graph.fakes[v].stride() != source.strides)
             for v, source in zip(graph.inputs, sources, strict=True)
@@ -185,20 +186,25 @@ def _planned(
         host = {v for v, image in zip(graph.inputs, images, strict=True) if on_host(image)}
         counts = out is None and not out_later and any(map(is_array, images))
         outside = Outside(store, copies, counts, ahead, host, written)
-        return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
+        return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
-    graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
-    finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
-    refused: list[BudgetError] = []
-    for one, find, ahead in itertools.product(graphs, finds, [True, False] if copied else [None]):
-        try:
-            plan = found(find, one, ahead)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
-            return plan
-    raise min(refused, key=lambda error: error.least)
+    at_once = None if tiles else AtOnce(graph, wishes(graph, None))
+    ways: list[Strips] = []
+    last = in_channels_last(graph)
+    for one in [graph] if last is None else [last, graph]:
+        for kind, ahead in itertools.product([Strips, Bands], [True, False] if copied else [None]):
+            if kind is Bands and (len(dims) == 1 or tiles):
+                continue
+            way = kind(one, dims, wishes(one, ahead))
+            if one is last and (not way.cuts_results or copied_weights(last) > (room or math.inf)):
+                continue  # whole results are returned as they are
+            ways.append(way)
+            plan = way.fitting()
+            if plan is None and len(ways) == 1 and at_once is not None:
+                plan = at_once.fitting()  # nothing is computed twice
+            if plan is not None:
+                return plan
+    return least_of(ways, at_once)
 
 
 def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
@@ -242,7 +248,8 @@ def run_plan(
     """
     graph = plan.graph
     undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
-    before = [(t, t.clone()) for call in graph.calls if call.function in TRACKING for t in call.constants]
+    moving = (call for call in graph.calls if call.function in TRACKING and not call.by_place)
+    before = [(t, t.clone()) for call in moving for t in call.constants]
     try:
         return _computed(plan, arguments, out, progress, journal)
     except BaseException:
@@ -268,7 +275,7 @@ def _computed(
         results[v] = Sink(made)
     device = graph.fakes[graph.inputs[0]].device
     inputs = {v: Source("tile", image, device) for v, image in zip(graph.inputs, arguments.images, strict=True)}
-    total, done = sum(map(_strips, plan.sweeps)), 0
+    total, done = sum(map(_strips, plan.sweeps)) or 1, 0
 
     def advance() -> None:
         nonlocal done
@@ -278,6 +285,7 @@ def _computed(
     state = None if journal is None else journal.state
     with Store(plan.store, None if journal is None else f"patchconv-tile-{journal.identity[:16]}") as store:
         run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
+        run.whole = {v: source.read({}) for v, source in inputs.items() if v not in kinds.dims}
         with run.copies(device):
             sweeps = {sweep.number: sweep for sweep in plan.sweeps}
             if state is None:
@@ -291,6 +299,8 @@ def _computed(
                 if number in sweeps:
                     run_sweep(run, sweeps[number], advance, journal)
         move_statistics(run)
+        if not plan.sweeps:
+            advance()
 
     def value(ref: Ref) -> Any:
         if ref.index in results:
