@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
@@ -33,6 +34,8 @@ from .transfers import serves
 from .ways import Bands, Strips, least_of
 
 Progress = Callable[[int, int], None]
+LONG = 2.0
+"""Seconds of planning after which the progress line says so."""
 _RECORDING = threading.RLock()
 """Hooks that are those of all threads are set while a module is recorded."""
 
@@ -78,7 +81,8 @@ def tile(
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
     check_gradients("tile", module, arguments)
-    plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
+    with _said_while_long(progress):
+        plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
     return run_plan(plan, arguments, out, progress)
 
 
@@ -95,6 +99,29 @@ def tile_plan(
     """
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim, owner="tile_plan")
     return plan_call("tile_plan", module, module, arguments, budget, tile, store, out)
+
+
+@contextlib.contextmanager
+def _said_while_long(progress: bool | Progress) -> Iterator[None]:
+    """Has the line on stderr say "planning" where the block takes long. It is gone afterwards."""
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        print("\rtile: planning", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG, say)
+    timer.daemon = True
+    if progress is True:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if progress is True:
+            timer.join()
+        if said.is_set():
+            print("\r              \r", end="", file=sys.stderr, flush=True)
 
 
 def check_gradients(owner: str, module: Any, arguments: Arguments) -> None:
