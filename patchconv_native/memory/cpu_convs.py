@@ -62,6 +62,11 @@ class Conv:
         """Whether oneDNN fills columns for each thread, since the channels of a group do not fill a block."""
         return self.groups > 1 and not self.depthwise and not self.last and any(one % 4 for one in self.channels)
 
+    @property
+    def padded_far(self) -> bool:
+        """Whether the padding is wider than the rows that oneDNN's kernels take at once: it fills columns then too."""
+        return self.groups == 1 and not self.last and self.taps > 1 and self.padding[-1] > min(self.output[-1], 28)
+
     def by_onednn(self) -> bool:
         """Whether torch has oneDNN compute it. Asked with tensors of one element, expanded to the sizes."""
         one = torch.empty(1, dtype=self.dtype)
@@ -140,7 +145,7 @@ def _onednn(conv: Conv) -> tuple[int, int]:
     weights, result, places = _weights(conv), math.prod(conv.output), math.prod(conv.output[2:])
     if conv.last:
         return weights, 0 if conv.depthwise else 4096 + 4120 * threads
-    if conv.by_columns:
+    if conv.by_columns or conv.padded_far:
         columns = given * conv.taps * math.prod(conv.output[-2:] if len(conv.output) == 5 else conv.output[2:])
         if len(conv.output) < 5:
             columns = min(columns, MOST_COLUMNS // conv.dtype.itemsize)

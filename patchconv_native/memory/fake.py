@@ -103,6 +103,8 @@ class Storages(TorchDispatchMode):
             )
         self.there_before_if_real(args)
         result = func(*args, **kwargs)
+        if func.is_view and not any(isinstance(tensor, FakeTensor) for tensor in tensors(args)):
+            self.there_before(result)  # of a real tensor, such as a weight
         for tensor in tensors(result):
             self._count(tensor)
         self._add_work(func, args, kwargs, result)

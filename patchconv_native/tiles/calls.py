@@ -28,7 +28,7 @@ def computed(
     device = graph.fakes[graph.inputs[0]].device
     results = {v: _sink(graph, v) if out is None else Sink(out) for sweep in plan.sweeps for v in sweep.results}
     inputs = {v: Source("tile", image, device) for v, image in images.items()}
-    total, done = sum(map(_strips, plan.sweeps)), 0
+    total, done = sum(map(_strips, plan.sweeps)) or 1, 0
 
     def advance() -> None:
         nonlocal done
@@ -37,6 +37,7 @@ def computed(
 
     state = None if journal is None else journal.state
     run = Run(graph, kinds, plan.read_later, results, store, inputs=inputs, outside=plan.outside)
+    run.whole = {v: source.read({}) for v, source in inputs.items() if v not in kinds.dims}
     with run.copies(device):
         sweeps = {sweep.number: sweep for sweep in plan.sweeps}
         if state is None:
@@ -50,6 +51,8 @@ def computed(
             if number in sweeps:
                 run_sweep(run, sweeps[number], advance, journal)
     move_statistics(run)
+    if not plan.sweeps:
+        advance()
     return run
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -59,6 +60,25 @@ class Choice:
     """Of each number of a sweep, what is computed before it included."""
     stored_most: int
     last: dict[int, Time]
+    before: list[Stored]
+    """Of each number of a sweep, what is stored before it."""
+
+
+@dataclass
+class Learned:
+    """What planners of one graph and the same kinds find once for all of them."""
+
+    costs: Known = field(default_factory=dict)
+    needed: dict[tuple[int, frozenset[int]], Sweep] = field(default_factory=dict)
+    flops: dict[int, float] = field(default_factory=dict)
+    whole_costs: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Whole:
+    """Of a stored value, all rows."""
+
+    bytes: int
 
 
 def _key(base: Sweep) -> tuple[Any, ...]:
@@ -71,7 +91,7 @@ class Planner:
     """Finds the sweeps of one graph under several choices. What a step costs is measured once.
 
     kinds: its first axis is cut into strips, the others into bands of these widths, as of `cut_across`.
-    known: what is measured, for other planners of the same kinds too. rough: in bands, by `rough_cost`.
+    learned: shared with other planners of the same kinds. rough: in bands, by `rough_cost`.
     """
 
     def __init__(
@@ -80,7 +100,7 @@ class Planner:
         kinds: Kinds,
         outside: Outside,
         widths: Sequence[Fraction],
-        known: Known,
+        learned: Learned,
         rough: bool = False,
     ) -> None:
         self.graph, self.kinds, self.outside, self.widths, self.rough = graph, kinds, outside, widths, rough
@@ -89,12 +109,10 @@ class Planner:
         self.gathered = {
             v: when for v, when in self._last_uses([]).items() if v in self.kinds.dims and v not in graph.inputs
         }
-        self._known = known
+        self._learned, self._known, self._flops = learned, learned.costs, learned.flops
         self._cut: dict[tuple[Any, ...], Sweep] = {}
         self._found: dict[tuple[Any, ...], _Found] = {}
         self._made = {v: place for place, call in enumerate(graph.calls) for v in call.outputs}
-        self._flops: dict[int, float] = {}
-        self._whole_costs: dict[int, int] = {}
         self.reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in kinds.axes]
 
     def _last_uses(self, bases: list[Sweep]) -> dict[int, Time]:
@@ -121,7 +139,10 @@ class Planner:
             stored |= {max(again)}
 
     def _needed(self, stored: set[int], number: int) -> Sweep:
-        return values_needed(self.graph, self.kinds, stored, number, self.results)
+        key = number, frozenset(v for v in stored if self.kinds.level[v] <= number)
+        if key not in self._learned.needed:
+            self._learned.needed[key] = values_needed(self.graph, self.kinds, stored, number, self.results)
+        return dataclasses.replace(self._learned.needed[key])
 
     def bases(self, stored: set[int]) -> list[Sweep]:
         """The sweeps, not yet cut, with what each is the last to read."""
@@ -155,20 +176,25 @@ class Planner:
         return cost_of(self.graph, self.kinds, step, self._known, sweep.made)
 
     def choose(
-        self, stored: set[int], budget: int | None, strips: int | None = None, cuts: Sequence[Cut] = ()
-    ) -> Choice:
+        self, stored: set[int], budget: int | None, strips: int | None = None, cuts: Sequence[Cut] = (),
+        below: float = math.inf,
+    ) -> Choice:  # fmt: skip
         """Strips for each sweep: as many as the caches want, more where the budget wants them.
 
-        strips: this many, in every sweep. cuts: as another choice has them.
+        strips: this many, in every sweep. cuts: as another choice has them. below: a sweep that takes this much or
+        more is the last one that is looked at.
         """
         fixed = {number: cut for number, *cut in cuts}
         there: Stored = {}
         answers = merged = 0  # shares of all strips, and the copies that are made where they are put together
         bases = {base.number: base for base in self.bases(stored)}
-        found = Choice([], [], 0, self._last_uses(list(bases.values())))
+        found = Choice([], [], 0, self._last_uses(list(bases.values())), [])
         read_later = self.read_later(list(bases.values()))
         for number in range(self.count + 1):
-            between = answers + merged + self._between_peak(number, there, read_later, found.last)
+            if max(found.peaks, default=0) >= below:
+                break
+            found.before.append(dict(there))
+            between = answers + merged + self._between_peak(number, there, read_later, found.last)[0]
             if number not in bases:
                 found.peaks.append(between)
                 continue
@@ -190,7 +216,7 @@ class Planner:
         largest, rows = largest_value(self.graph, self.kinds, base)
         share = bytes_of(self.graph, largest) * math.prod(self.widths)
         number = strips or max(1, min(math.ceil(share / STRIP), rows // THINNEST))
-        most = min(rows, MOST_STRIPS)
+        most = min(max(self.graph.fakes[v].size(self.kinds.dims[v]) for v in base.sources), MOST_STRIPS)
         number = min(number, rows if strips else most)
         best: tuple[Cut, _Found] | None = None
         patient = not strips
@@ -233,19 +259,42 @@ class Planner:
                 there[memory._cdata] = memory.nbytes()
         return sum(there.values())
 
-    def _between_peak(self, number: int, there: Stored, read_later: set[int], last: dict[int, Time]) -> int:
-        """The most bytes while whole values are computed before a sweep."""
-        most, stored = 0, sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
+    def where(self, stored: set[int], choice: Choice) -> str:
+        """The call during which the most is needed."""
+        number = max(range(len(choice.peaks)), key=choice.peaks.__getitem__)
+        base = next((base for base in self.bases(stored) if base.number == number), None)
+        _, strips, patient = next((cut for cut in choice.cuts if cut[0] == number), (number, 0, False))
+        bases = self.bases(stored)
+        most, place = self._between_peak(number, dict(choice.before[number]), self.read_later(bases), choice.last)
+
+        def peak(steps: int) -> int:
+            """As if the steps from this number on took nothing besides their results."""
+            some = [cost if k < steps else dataclasses.replace(cost, peak=0) for k, cost in enumerate(costs)]
+            there = {v: type(one)(one) for v, one in choice.before[number].items()}
+            return sweep_peak(self.graph, self.kinds, sweep, some, there, self.outside)
+
+        if base is not None:
+            sweep, costs = self.cut(base, strips, patient)
+            whole = self._whole_bytes((number, 2**31), choice.last)
+            if peak(len(costs)) + whole > most:
+                step = bisect.bisect_left(range(len(costs)), peak(len(costs)), key=lambda k: peak(k + 1))
+                place = sweep.steps[step].call
+        return self.graph.calls[place].where
+
+    def _between_peak(self, number: int, there: Stored, read_later: set[int], last: dict[int, Time]) -> tuple[int, int]:
+        """The most bytes while whole values are computed before a sweep, and the call that takes them."""
+        most, at, stored = 0, 0, sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
         for place in calls_between(self.graph, self.kinds, number):
             if on_whole(self.graph, self.kinds, place):
-                if place not in self._whole_costs:
-                    self._whole_costs[place] = whole_cost(self.graph, self.kinds, place, self.outside)
-                most = max(most, stored + self._whole_bytes((number, place), last) + self._whole_costs[place])
+                costs = self._learned.whole_costs
+                if place not in costs:
+                    costs[place] = whole_cost(self.graph, self.kinds, place, self.outside)
+                most, at = max((most, at), (stored + self._whole_bytes((number, place), last) + costs[place], place))
             for v in self.graph.calls[place].inputs:
                 if v in there and self.gathered.get(v) == (number, place) and v not in read_later:
                     freed = there.pop(v).bytes
                     stored -= freed if self.outside.counted else 0
-        return most
+        return most, at
 
     def stored_during(self, stored: set[int]) -> list[set[int]]:
         """Of each sweep, the stored values that are there before it or after it."""
@@ -253,12 +302,21 @@ class Planner:
         level = self.kinds.level
         return [{v for v, end in last.items() if level[v] <= n <= end} for n in range(self.count + 1)]
 
-    def stored_at_least(self, during: list[set[int]]) -> list[int]:
-        """The bytes of stored values before each sweep, which no choice of strips makes less."""
-        if not self.outside.counted:
-            return [0] * len(during)
-        level = self.kinds.level
-        return [sum(bytes_of(self.graph, v) for v in some if level[v] < n) for n, some in enumerate(during)]
+    def at_least(self, stored: set[int]) -> list[int]:
+        """Before each sweep, the bytes of stored values and of calls on whole values: no strips take less."""
+        bases, level = self.bases(stored), self.kinds.level
+        later, last = self.read_later(bases), self._last_uses(bases)
+        found, there = [], dict[int, Any]()
+        ends = {v: base.number for base in bases for v in base.sources}
+        for number in range(self.count + 1):
+            bytes_ = sum(one.bytes for one in there.values()) if self.outside.counted else 0
+            found.append(max(bytes_, self._between_peak(number, there, later, last)[0]))
+            there = {v: one for v, one in there.items() if ends.get(v, -1) > number or self._gathered_after(v, number)}
+            there |= {v: _Whole(bytes_of(self.graph, v)) for v in stored if level[v] == number}
+        return found
+
+    def _gathered_after(self, v: int, number: int) -> bool:
+        return v in self.gathered and self.gathered[v][0] > number
 
     def whole_flops(self, stored: set[int]) -> float:
         """The arithmetic of all sweeps, halos left out; one that has none counts as its bytes."""

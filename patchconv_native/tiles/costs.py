@@ -39,7 +39,7 @@ class Cost:
     flops: int
 
 
-class _Peak:
+class PeakOf:
     """Counts the storages that a step makes."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
                 shape[one.dims[v]] += whole != part
             larger = torch.empty(shape, dtype=fake.dtype, device=fake.device, memory_format=layout(fake))
             cut[v] = part_of(kinds, v, larger, tuple((0, n) for n in _lengths(there)))
-    peak = _Peak()
+    peak = PeakOf()
     counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
     counted.there_before([graph.fakes, *cut.values()])
     results: Any = None
@@ -183,7 +183,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
 
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
     """The most bytes that a call takes on whole arguments, its result included."""
-    call, peak = graph.calls[place], _Peak()
+    call, peak = graph.calls[place], PeakOf()
     counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
     counted.there_before(graph.fakes)
     gathers = 0

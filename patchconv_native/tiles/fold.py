@@ -117,6 +117,13 @@ def in_channels_last(graph: Graph) -> Graph | None:
     return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
 
 
+def copied_weights(graph: Graph) -> int:
+    """Bytes of the largest weight of which strips in channels_last need a copy."""
+    weights = [call.args[1] for call in graph.calls if call.function is conv_of_strips]
+    copied = (w for w in weights if not w.is_contiguous(memory_format=torch.channels_last))
+    return max((w.nbytes for w in copied), default=0)
+
+
 def _is_faster(graph: Graph, call: Call) -> bool:
     for v in (*call.inputs, *call.outputs):
         fake = graph.fakes[v]

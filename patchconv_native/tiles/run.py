@@ -293,8 +293,8 @@ def _run_step(
             run.write(v, own, part_of(kinds, v, rows, own, region))
 
 
-def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
-    """What is computed on whole values before sweep `number`. last: as of `last_uses`."""
+def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[int], None] = lambda place: None) -> None:
+    """What is computed on whole values before sweep `number`. last: as of `last_uses`. done: called after each call."""
     graph, kinds = run.graph, run.kinds
     for v in [v for v in run.whole if last[v] < (number, 0)]:
         del run.whole[v]  # read last in a sweep
@@ -302,7 +302,7 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
         call = graph.calls[place]
         if on_whole(graph, kinds, place):
             written = call.inputs[0] if call.writes else None
-            whole = {v: _whole(run, v, v == written) for v in call.inputs}
+            whole = {v: _whole(run, v, v == written and not _may_write(run, v)) for v in call.inputs}
             found = run_whole(call, whole.__getitem__)
             del whole
         else:
@@ -316,6 +316,18 @@ def run_between(run: Run, number: int, last: dict[int, Time]) -> None:
                 run.whole.pop(v, None)
                 if v not in run.read_later:
                     run.free(v)
+        done(place)
+
+
+def _may_write(run: Run, v: int) -> bool:
+    """Whether a call that writes into a value may do so. Where nothing is cut, calls run in the module's order, and
+    nothing reads what was there before; images and parameters stay as they are.
+    """
+    if run.kinds.dims:
+        return False
+    graph, memory = run.graph, run.whole[v].untyped_storage()._cdata
+    others = [*(run.whole[i] for i in graph.inputs if i in run.whole), *(t for c in graph.calls for t in c.constants)]
+    return all(memory != other.untyped_storage()._cdata for other in others)
 
 
 def _whole(run: Run, v: int, copy: bool) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,23 +17,26 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from .._bytes import parse_bytes
-from ..planner.plans import BudgetError
 from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
+from .at_once import AtOnce
 from .calls import Progress, computed
-from .fold import fold_norms, in_channels_last
+from .fold import copied_weights, fold_norms, in_channels_last
 from .gradients import find_needs, refuse_transforms, with_history
 from .journal import Journal
 from .outside import Outside
-from .plan import TilePlan, Wishes, bands_of, strips_of
+from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
 from .record import Graph, Ref, record, refs
 from .state import change
 from .stores import Store, Where, check_store
 from .transfers import serves
+from .ways import Bands, Strips, least_of
 
+LONG = 2.0
+"""Seconds of planning after which the progress line says so."""
 _RECORDING = threading.RLock()
 """Hooks that are those of all threads are set while a module is recorded."""
 
@@ -85,7 +89,8 @@ def tile(
         raise ValueError("tile: expected x and out to have memory, got a tensor on meta: tile_plan takes it")
     if not (callable(progress) or isinstance(progress, bool)):
         raise ValueError(f"tile: expected progress to be True, False or a function, got {progress!r}")
-    plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
+    with _said_while_long(progress):
+        plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
     return run_plan(plan, arguments, out, progress)
 
 
@@ -103,6 +108,29 @@ def tile_plan(
     check_called("tile_plan", module)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim, owner="tile_plan")
     return plan_call("tile_plan", module, module, arguments, budget, tile, store, out)
+
+
+@contextlib.contextmanager
+def _said_while_long(progress: bool | Progress) -> Iterator[None]:
+    """Has the line on stderr say "planning" where the block takes long. It is gone afterwards."""
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        print("\rtile: planning", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(LONG, say)
+    timer.daemon = True
+    if progress is True:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if progress is True:
+            timer.join()
+        if said.is_set():
+            print("\r              \r", end="", file=sys.stderr, flush=True)
 
 
 def plan_call(
@@ -190,7 +218,7 @@ def _planned(
     written = out_later or (out is not None and on_host(out))
     copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
 
-    def found(find: Any, graph: Graph, ahead: bool | None) -> TilePlan:
+    def wishes(graph: Graph, ahead: bool | None) -> Wishes:
         copies = {
             v: source.copies + (graph.fakes[v].stride() != source.strides)
             for v, source in zip(graph.inputs, sources, strict=True)
@@ -198,20 +226,25 @@ def _planned(
         host = {v for v, image in zip(graph.inputs, images, strict=True) if on_host(image)}
         counts = out is None and not out_later and any(map(is_array, images))
         outside = Outside(store, copies, counts, ahead, host, written)
-        return find(graph, dims, Wishes(room, tiles, outside, device.type, name))
+        return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
-    graphs = [one for one in (in_channels_last(graph), graph) if one is not None]
-    finds = [strips_of, bands_of] if len(dims) > 1 and not tiles else [strips_of]
-    refused: list[BudgetError] = []
-    for one, find, ahead in itertools.product(graphs, finds, [True, False] if copied else [None]):
-        try:
-            plan = found(find, one, ahead)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        if one is graph or all(v in plan.kinds.dims for v in graph.results):  # whole ones are returned as they are
-            return plan
-    raise min(refused, key=lambda error: error.least)
+    at_once = None if tiles else AtOnce(graph, wishes(graph, None))
+    ways: list[Strips] = []
+    last = in_channels_last(graph)
+    for one in [graph] if last is None else [last, graph]:
+        for kind, ahead in itertools.product([Strips, Bands], [True, False] if copied else [None]):
+            if kind is Bands and (len(dims) == 1 or tiles):
+                continue
+            way = kind(one, dims, wishes(one, ahead))
+            if one is last and (not way.cuts_results or copied_weights(last) > (room or math.inf)):
+                continue  # whole results are returned as they are
+            ways.append(way)
+            plan = way.fitting()
+            if plan is None and len(ways) == 1 and at_once is not None:
+                plan = at_once.fitting()  # nothing is computed twice
+            if plan is not None:
+                return plan
+    return least_of(ways, at_once)
 
 
 def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
@@ -272,7 +305,8 @@ def run_plan(
 def _undone_on_error(graph: Graph) -> Iterator[None]:
     """After an error, what the module changed while it was recorded, and running statistics, are as they were."""
     undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
-    before = [(t, t.detach().clone()) for call in graph.calls if call.function in TRACKING for t in call.constants]
+    moving = (call for call in graph.calls if call.function in TRACKING and not call.by_place)
+    before = [(t, t.detach().clone()) for call in moving for t in call.constants]
     try:
         yield
     except BaseException:

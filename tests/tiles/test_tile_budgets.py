@@ -1,9 +1,14 @@
-"""Random networks with skips, additions and concatenations: `tile` gives what one call gives, and keeps each budget."""
+"""Random networks with skips, additions and concatenations: `tile` gives what one call gives, and keeps each budget. No
+budget that one call of a module keeps is refused.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +17,15 @@ from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, structured
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
+from patchconv_native.planner.margin import MARGIN, least_budget
+from patchconv_native.tiles import tiling
+
+ON_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Where oneDNN's workspace is known."""
 
 SEEDS = range(SWEEP_SEED, SWEEP_SEED + 40) if FULL else range(2, 4)
 KINDS = "conv conv conv mode depthwise point dilated act act batch group instance layer max avg strided up add cat gate"
@@ -112,7 +123,7 @@ def test_random_networks(seed: int) -> None:
         error, theirs = results[0] - exact, stock - exact
         assert error.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt() + 1e-7 * exact.abs().max()
         assert error.abs().max() <= 3 * theirs.abs().max() + 1e-6 * exact.abs().max()  # of one element, by chance
-        if torch.backends.cpu.get_cpu_capability() == "AVX512":  # where oneDNN's workspace is known
+        if ON_AVX512:
             assert peak - results[0].nbytes <= (above if budget is None else budget)
 
 
@@ -129,9 +140,142 @@ def test_random_networks(seed: int) -> None:
 def test_the_second_of_two_numbers_of_the_image_counts(call):
     """A variance asks for the mean, and then for squares, which take a copy of the strip."""
     x = structured((1, 4, 200, 100))
-    with pytest.raises(pc.BudgetError) as refused:
-        pc.tile_plan(call, x, budget=1)
-    budget = max(refused.value.least, 32 * 1024)  # what is a few numbers a strip has no margin below
+    budget = max(pc.tile_plan(call, x, tile=20).needs, 32 * 1024)  # what is a few numbers a strip has no margin below
     found = []
-    assert allocated_peak(lambda: found.append(pc.tile(call, x, budget=budget))) - found[0].nbytes <= budget
+    assert allocated_peak(lambda: found.append(pc.tile(call, x, tile=20))) - found[0].nbytes <= budget
     torch.testing.assert_close(found[0], call(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one call keeps
+
+
+class InPlace(nn.Module):
+    """Activations that write over what they read, a norm in training, and the input as a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24)
+        self.last = nn.Linear(24, 4000)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.dropout(F.relu_(self.norm(self.first(x))), training=self.training)
+        return x, self.last(y.mean((2, 3)).relu_())
+
+
+class Overwrites(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).add_(x.amax((2, 3), keepdim=True))
+
+
+def of_torchvision(name: str, part: str = "", **options: Any) -> Any:
+    models = pytest.importorskip("torchvision").models
+    return getattr(getattr(models, part) if part else models, name)(weights=None, **options)
+
+
+def decoder() -> nn.Module:
+    blocks = {
+        f"{way.lower()}_block_types": [f"{way}{code}coderBlock2D"] * 2 for way, code in (("Down", "En"), ("Up", "De"))
+    }
+    vae = pytest.importorskip("diffusers").AutoencoderKL(
+        block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks
+    )
+    return vae.decoder
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "deeplabv3": (
+        lambda: of_torchvision("deeplabv3_mobilenet_v3_large", "segmentation", weights_backbone=None), (1, 3, 320, 200)
+    ),
+    "shufflenet": (lambda: of_torchvision("shufflenet_v2_x0_5"), (1, 3, 96, 64)),
+    "convnext": (lambda: of_torchvision("convnext_tiny"), (1, 3, 96, 64)),
+    "alexnet": (lambda: of_torchvision("alexnet"), (1, 3, 96, 80)),
+    "decoder": (decoder, (1, 4, 8, 6)),
+    "in place": (InPlace, (2, 3, 24, 16)),
+    "overwrites": (Overwrites, (2, 3, 48, 32)),
+}  # fmt: skip
+
+
+def above(call: Callable[[], Any], given: Tensor) -> tuple[int, Any]:
+    """The peak above the result, and the result."""
+    results: list[Any] = []
+    peak = allocated_peak(lambda: results.append(call()))
+    return peak - sum(t.nbytes for t in tree_leaves(results) if t is not given), results[0]
+
+
+@pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
+@pytest.mark.parametrize("name", SMALL)
+@torch.no_grad()
+def test_a_budget_that_one_call_keeps_is_not_refused(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = SMALL[name]
+    model, x = make().eval(), torch.randn(shape)
+    images = [x.clone() for _ in range(2)]
+    stock, want = above(lambda: model(images[0]), images[0])
+    budget = least_budget(stock, MARGIN["cpu"])
+    assert least(model, x) <= budget
+    peak, got = above(lambda: pc.tile(model, images[1], budget=budget), images[1])
+    assert peak <= budget and torch.equal(images[1], x)
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        assert a.shape == b.shape and (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-12
+
+
+def at_once(model: nn.Module, x: Tensor, **more: Any) -> tuple[pc.TilePlan, int]:
+    """The plan for a budget that nothing but one call keeps, and the budget."""
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(model, x, budget=1, **more)
+    plan = refused.value.plan
+    assert plan.at_once and "at once" in str(plan)
+    return plan, refused.value.least
+
+
+@torch.no_grad()
+def test_calls_run_as_they_are() -> None:
+    """Norms in training move their statistics once, dropout draws the masks of strips, and the image stays as it is."""
+    torch.manual_seed(0)
+    net, x = InPlace().train(), torch.randn(2, 3, 9, 7)
+    _, budget = at_once(net, x)
+    models = [copy.deepcopy(net) for _ in range(2)]
+    results, before = [], x.clone()
+    for model, asked in zip(models, (budget, None), strict=True):
+        torch.manual_seed(1)
+        results.append(pc.tile(model, x, budget=asked))
+    assert results[0][0] is x and torch.equal(x, before)
+    assert (results[0][1] - results[1][1]).abs().max() <= 1e-5 * results[1][1].abs().max()
+    for key, value in models[0].state_dict().items():
+        assert torch.allclose(value.double(), models[1].state_dict()[key].double(), 1e-5, 1e-7), key
+    assert models[0].norm.num_batches_tracked == 1
+
+
+@torch.no_grad()
+def test_arrays_and_given_results(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)), torch.randn(1, 3, 8, 8)
+    read, written = x.numpy(), numpy.zeros((1, 10), "float32")
+    _, budget = at_once(net, read, out=written)
+    seen: list[tuple[int, int]] = []
+    assert pc.tile(net, read, budget=budget, out=written, progress=lambda *at: seen.append(at)) is written
+    assert torch.allclose(torch.from_numpy(written), net(x), atol=1e-6) and seen == [(1, 1)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is said
+
+
+@torch.no_grad()
+def test_a_refusal_names_the_call_that_needs_the_most() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 64, 3, padding=1), nn.Conv2d(64, 2, 1))
+    for x in (torch.randn(1, 3, 300, 40), torch.randn(1, 3, 40, 300)):
+        with pytest.raises(pc.BudgetError, match=r"the most is needed at conv\w* in 2") as refused:
+            pc.tile(net, x, budget="1KiB")
+        assert str(refused.value.least) in str(refused.value)
+
+
+@torch.no_grad()
+def test_long_planning_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    net, x = nn.Conv2d(3, 4, 3), torch.randn(1, 3, 20, 20)
+    for seconds, said in ((0.0, True), (60.0, False)):
+        monkeypatch.setattr(tiling, "LONG", seconds)
+        pc.tile(net, x, progress=True)
+        assert ("tile: planning" in capsys.readouterr().err) == said

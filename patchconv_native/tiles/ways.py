@@ -1,0 +1,233 @@
+"""Chooses how a recorded module is computed within a budget: what is stored between sweeps, how thin strips are, and
+how wide bands of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from .._bytes import format_bytes
+from ..planner.margin import MARGIN, largest_peak
+from ..planner.plans import BudgetError
+from .at_once import AtOnce
+from .choices import Choice, Learned, Planner
+from .kinds import Kinds, kinds_of
+from .plan import Least, TilePlan, Wishes, fits
+from .record import Graph
+from .sweeps import bytes_of
+
+NARROWEST = 32
+"""Bands of this many columns of the widest value, or fewer, are not cut further."""
+MUCH_LESS, LESS = 0.8, 0.99
+"""A search for the least asks for these shares of what it has found so far."""
+STILL_LESS = 0.98
+"""Narrower bands are looked at as long as they need less than this much of what wider ones need."""
+
+Found = tuple[set[int], Choice]
+"""What is stored between sweeps, and how these are cut."""
+
+
+class Strips:
+    """Plans of one graph. dims: along which dimensions images may be cut, rows first.
+
+    Strips are chosen by what about they take, and then it is found what they do take.
+    """
+
+    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
+        self._graph, self._wishes = graph, wishes
+        self.kinds = kinds_of(graph, dims[: max(len(wishes.tile), 1)])
+        self._learned = Learned()
+        self._result = sum(bytes_of(graph, v) for v in set(graph.results) if v in self.kinds.dims)
+        self._result *= wishes.outside.result
+        self._room: int | None = None
+        if wishes.budget is not None:
+            self._room = largest_peak(max(wishes.budget - self._result, 0), MARGIN[wishes.device])
+
+    @property
+    def cuts_results(self) -> bool:
+        return all(v in self.kinds.dims for v in self._graph.results)
+
+    def is_in(self, ways: Sequence[Strips]) -> bool:
+        """Whether one of these looks at all that this one does, in bands as wide as the image."""
+        return any(
+            isinstance(way, Bands) and way._graph is self._graph and way._wishes.outside == self._wishes.outside
+            and way.kinds.gathers == self.kinds.gathers for way in ways
+        )  # fmt: skip
+
+    def fitting(self) -> TilePlan | None:
+        """A plan of strips that are as wide as the image, unless `tile` asks for others, that fits the budget."""
+        if self._wishes.tile:
+            plan, _ = self._of_tiles()
+            return plan if fits(plan) else None
+        exact = self._planner([])
+        if self._room is None:
+            return self._plan(exact, *chosen(exact, None))
+        stored, choice = chosen(self._planner([], rough=True), self._room)
+        if max(choice.peaks) > self._room:
+            return None
+        plan = self._measured([], stored, choice)[0]
+        if not fits(plan):  # what it does take is more
+            plan = self._plan(exact, *chosen(exact, self._room))
+        return plan if fits(plan) else None
+
+    def least(self, below: float) -> Least | None:
+        """The plan of the least peak that is found, if that is less than `below` bytes."""
+        if self._wishes.tile:
+            return self._of_tiles()
+        found = least(self._planner([], rough=True), below)
+        return None if found is None else self._measured([], *found)
+
+    def _of_tiles(self) -> Least:
+        sizes = zip(self._wishes.tile, _result_sizes(self._graph, self.kinds), strict=True)
+        widths = [Fraction(min(n, size), size) for n, size in sizes]
+        planner = self._planner(widths[1:])
+        found = chosen(planner, self._room, math.ceil(1 / widths[0]))
+        return self._plan(planner, *found), lambda: planner.where(*found)
+
+    def _planner(self, widths: Sequence[Fraction], rough: bool = False) -> Planner:
+        return Planner(self._graph, self.kinds, self._wishes.outside, widths, self._learned, rough)
+
+    def _measured(self, widths: Sequence[Fraction], stored: set[int], choice: Choice) -> Least:
+        planner = self._planner(widths)
+        exact = planner.choose(stored, None, cuts=choice.cuts)
+        return self._plan(planner, stored, exact), lambda: planner.where(stored, exact)
+
+    def _plan(self, planner: Planner, stored: set[int], choice: Choice) -> TilePlan:
+        wishes, sweeps = self._wishes, planner.sweeps(stored, choice)
+        return TilePlan(
+            planner.graph, planner.kinds, sweeps, stored, choice.last, planner.read_later(sweeps), wishes.budget,
+            max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
+            os.fspath(wishes.outside.store), self._result, wishes.name, wishes.outside,
+            self._tiles() if planner.graph.needs else [], planner.reaches,
+        )  # fmt: skip
+
+    def _tiles(self) -> list[Fraction]:
+        """Of the backward pass, as shares of the result."""
+        sizes = _result_sizes(self._graph, self.kinds)
+        return [Fraction(min(n, size), size) for n, size in zip(self._wishes.tile or sizes, sizes, strict=False)]
+
+
+class Bands(Strips):
+    """Plans of strips in bands, and for the least budget in one band as well."""
+
+    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
+        super().__init__(graph, dims, wishes)
+        self.kinds = kinds_of(graph, dims)
+        whole = [Fraction(1)] * len(self.kinds.others)
+        self._ways = [(self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds))]
+
+    def fitting(self) -> TilePlan | None:
+        """A plan of the widest bands that fit the budget."""
+        low, high, plan = 1, len(self._ways), None
+        while low < high:  # narrower ones need less
+            middle = (low + high) // 2
+            planner, widths = self._ways[middle]
+            stored, choice = chosen(planner, self._room)
+            found = None
+            if self._room is None or max(choice.peaks) <= self._room:
+                found = self._measured(widths, stored, choice)[0]
+            if found is not None and fits(found):
+                plan, high = found, middle
+            else:
+                low = middle + 1
+        return plan
+
+    def least(self, below: float) -> Least | None:
+        best: Found | None = None
+        at, step = 1, 1
+        before = 0
+        while before < len(self._ways) - 1:  # narrower ones, in growing steps, as long as they need less
+            found = least(self._ways[at][0], below)
+            if found is None:
+                break
+            still = max(found[1].peaks) <= below * STILL_LESS
+            best, below, before = found, max(found[1].peaks), at
+            if not still:
+                break
+            at, step = min(at + step, len(self._ways) - 1), 2 * step
+        for place in {(before + at) // 2} - {before, at}:
+            found = least(self._ways[place][0], below)
+            best, before = (best, before) if found is None else (found, place)
+        return None if best is None else self._measured(self._ways[before][1], *best)
+
+
+def _narrower(graph: Graph, kinds: Kinds) -> Iterator[list[Fraction]]:
+    """Bands of half the image and less: the axis is halved along which they are longest."""
+    sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in kinds.others]
+    lengths = list(sizes)
+    while lengths == sizes or max(lengths) > NARROWEST:
+        longest = lengths.index(max(lengths))
+        half = -(-lengths[longest] // 2)
+        lengths[longest] = -(-half // 32) * 32 if half > 64 else half  # of deeper layers, whole columns
+        yield [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
+        if max(sizes) == 1:
+            return
+
+
+def _result_sizes(graph: Graph, kinds: Kinds) -> list[int]:
+    """Of the results, or of the images where no result is cut, the most coordinates along each axis."""
+    values = [v for v in graph.results if v in kinds.dims] or graph.inputs[:1]
+    return [max(graph.fakes[v].size(one.dims[v]) for v in values) for one in kinds.axes]
+
+
+def least(planner: Planner, below: float) -> Found | None:
+    """The choice of the least peak that is found, if that is less than `below` bytes."""
+    best = None
+    for share in (MUCH_LESS, LESS):
+        while True:
+            found = chosen(planner, 0 if below == math.inf else int(below * share), below=below)
+            if max(found[1].peaks) >= below:
+                break
+            best, below = found, max(found[1].peaks)
+    return best
+
+
+def chosen(planner: Planner, room: int | None, strips: int | None = None, below: float = math.inf) -> Found:
+    """What is stored, and the sweeps: the first choice whose peak keeps to `room` bytes, or that of the least peak.
+
+    First everything is stored that is needed twice. While that is too much, the one value is left out, and computed
+    again, that costs the least arithmetic a byte, of those that are there at the peak. below: choices that take as
+    much or more are not looked at to the end.
+    """
+    stored = planner.everything_stored()
+    best: Found | None = None
+    while True:
+        peaks = planner.at_least(stored)
+        if room is None or max(peaks) <= room or best is None:
+            now = planner.choose(stored, room, strips, below=below)
+            peaks = now.peaks
+            if room is None or max(peaks) <= room:
+                return stored, now
+            if best is None or max(peaks) < max(best[1].peaks):
+                best = stored, now
+                below = min(below, max(peaks))
+        fullest = max(range(len(peaks)), key=peaks.__getitem__)
+        during = planner.stored_during(stored)[fullest]
+        there = during - planner.gathered.keys() if planner.outside.counted else set()
+        if not there:
+            return best
+        stored = min(
+            (stored - {v} for v in sorted(there)),
+            key=lambda rest: planner.whole_flops(rest) / bytes_of(planner.graph, next(iter(stored - rest))),
+        )
+
+
+def least_of(ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:
+    """The plan of the least budget that is found: BudgetError where that is above the budget."""
+    found = [] if at_once is None else [at_once.least()]
+    for way in reversed(ways):  # the last ones copy no weights
+        if isinstance(way, Bands) or not way.is_in(ways):
+            one = way.least(min((plan.peak for plan, _ in found), default=math.inf))
+            found += [] if one is None else [one]
+    best, where = min(found, key=lambda one: one[0].needs)
+    if fits(best):
+        return best
+    raise BudgetError(
+        f"tile: a budget of {format_bytes(best.budget or 0)} is too small for {best.name} here: the least that was "
+        f"found is {format_bytes(best.needs)} ({best.needs} bytes), and the most is needed at {where()}"
+        + (f", with store={best.store!r}" if best.stored else ""),
+        best.needs, best,
+    )  # fmt: skip
