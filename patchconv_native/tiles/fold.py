@@ -2,7 +2,8 @@
 
 A batch norm in eval mode, behind a convolution that nothing else reads, becomes a part of the convolution: its scale
 goes into the weight, its shift into the bias. That saves a pass over the convolution's result. And where a CPU is
-faster in channels_last, strips are in channels_last, whatever the image and the result are in.
+faster in channels_last, strips are in channels_last, whatever the image and the result are in. Around convolutions that
+add many products they stay in NCHW: in channels_last oneDNN adds them one after the other, and the error grows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..spatial import SpatialTensor
-from ..spatial.layout import in_layout_of
+from ..spatial.layout import in_layout_of, order
 from ..spatial.rules import RULES, rule
 from .record import Call, Graph
 
@@ -31,6 +32,12 @@ def _named(*names: str) -> set[Any]:
     return {f for name in names for f in (getattr(torch, name), getattr(ops, name), getattr(ops, name).default)}
 
 
+_MOST_PRODUCTS = 576
+"""Of those that a convolution in channels_last adds for an element: as 3x3 does over 64 channels, whose error is then
+twice that of NCHW. With more the error grows, and channels_last is hardly faster.
+"""
+
+
 _CONVS = _named("conv1d", "conv2d", "conv3d")
 _IN_2D = _named("conv2d", "conv_transpose2d")
 _FASTER_IN_CHANNELS_LAST = {"max_pool2d", "avg_pool2d", "cat", "add", "add_", "__add__", "__iadd__", "interpolate"}
@@ -41,10 +48,11 @@ _Norm = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
 
 def conv_of_strips(
     input: Any, weight: Tensor, bias: Tensor | None, conv: Callable[..., Any], rest: tuple[Any, ...],
-    others: dict[str, Any], norm: _Norm | None,
+    others: dict[str, Any], norm: _Norm | None, format: torch.memory_format | None = None,
 ) -> Any:  # fmt: skip
-    """conv(input, weight, bias, *rest, **others), and a batch norm in eval mode behind it. The weight is turned into
-    the input's layout here, and not within the convolution, where nobody could count the memory of that.
+    """conv(input, weight, bias, *rest, **others), and a batch norm in eval mode behind it. Input and weight are turned
+    into the layout `format` (None: that of the input) here, and not within the convolution, where nobody could count
+    the memory of that.
     """
     if norm is not None:
         mean, variance, gain, shift, eps = norm
@@ -55,7 +63,11 @@ def conv_of_strips(
         bias = (offset.neg_() if shift is None else shift - offset).to(weight.dtype)
         weight = weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1))
     spatial = isinstance(input, SpatialTensor)
-    weight = in_layout_of(input._local if spatial else input, weight)
+    local = input._local if spatial else input
+    if format is not None and order(local) != format:
+        local = local.contiguous(memory_format=format)
+        input = SpatialTensor(local, input.axes) if spatial else local
+    weight = in_layout_of(local, weight) if format is None else weight.contiguous(memory_format=format)
     return (RULES[conv] if spatial else conv)(input, weight, bias, *rest, **others)
 
 
@@ -107,21 +119,50 @@ def in_channels_last(graph: Graph) -> Graph | None:
     """A graph whose strips are in channels_last, for a network that is faster so: of convolutions, pools, activations
     and sums, in float32 on a CPU. Its results keep their layout. None for other networks.
     """
-    of_convs = [call.function in _IN_2D or call.function is conv_of_strips for call in graph.calls]
-    if not any(of_convs) or not all(_is_faster(graph, call) for call in graph.calls):
+    if not any(map(_is_conv, graph.calls)) or not all(_is_faster(graph, call) for call in graph.calls):
         return None
     calls = [_as_strips(call, None, call) if call.function in _IN_2D else call for call in graph.calls]
+    stay = _staying(graph, calls)
+    formats = [torch.contiguous_format if v in stay else torch.channels_last for v in range(len(graph.fakes))]
+    if len(stay) == len(formats):
+        return None
+    for place, call in enumerate(calls):
+        if call.function is conv_of_strips:
+            calls[place] = dataclasses.replace(call, kwargs={"format": formats[call.outputs[0]]})
     with graph.mode:
-        fakes = [cast(FakeTensor, fake.contiguous(memory_format=torch.channels_last)) for fake in graph.fakes]
+        fakes = [
+            cast(FakeTensor, fake.contiguous(memory_format=format))
+            for fake, format in zip(graph.fakes, formats, strict=True)
+        ]
     strides = {v: graph.fakes[v].stride() for v in graph.results}
     return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
 
 
+def _staying(graph: Graph, calls: list[Call]) -> set[int]:
+    """Values that stay in NCHW: what convolutions of many products give, and what other calls join with it."""
+    stay, others = set[int](), []
+    for call in calls:
+        if call.function is not conv_of_strips:
+            others.append({*call.inputs, *call.outputs})
+        elif call.args[1].numel() > _MOST_PRODUCTS * graph.fakes[call.outputs[0]].size(1):
+            stay.update(call.outputs)
+    before = -1
+    while len(stay) > before:
+        before = len(stay)
+        for values in others:
+            if values & stay:
+                stay |= values
+    return stay
+
+
 def copied_weights(graph: Graph) -> int:
     """Bytes of the largest weight of which strips in channels_last need a copy."""
-    weights = [call.args[1] for call in graph.calls if call.function is conv_of_strips]
-    copied = (w for w in weights if not w.is_contiguous(memory_format=torch.channels_last))
-    return max((w.nbytes for w in copied), default=0)
+    found = [(call.args[1], call.kwargs["format"]) for call in graph.calls if call.function is conv_of_strips]
+    return max((w.nbytes for w, format in found if not w.is_contiguous(memory_format=format)), default=0)
+
+
+def _is_conv(call: Call) -> bool:
+    return call.function in _IN_2D or call.function is conv_of_strips
 
 
 def _is_faster(graph: Graph, call: Call) -> bool:
@@ -129,7 +170,7 @@ def _is_faster(graph: Graph, call: Call) -> bool:
         fake = graph.fakes[v]
         if fake.dim() != 4 or fake.dtype != torch.float32 or fake.device.type != "cpu" or not fake.is_contiguous():
             return False
-    of_conv = call.function in _IN_2D or call.function is conv_of_strips
+    of_conv = _is_conv(call)
     if (of_conv or call.name == "cat") and any(graph.fakes[v].size(1) == 1 for v in call.inputs):
         return False  # one channel is in either layout, and what torch makes of it in NCHW
     if of_conv:
