@@ -102,6 +102,13 @@ def _last(tensor: Tensor) -> bool:
     return last and tensor.stride(1) <= tensor.stride(3)
 
 
+def _format_of(weight: Tensor, last: bool) -> torch.memory_format:
+    """The layout in which a convolution reads its weight. last: whether its operands are images in channels_last."""
+    if weight.dim() == 5 and weight.is_contiguous(memory_format=torch.channels_last_3d):
+        return torch.channels_last_3d
+    return torch.channels_last if last else torch.contiguous_format
+
+
 def _made_dense(grad: Tensor) -> int:
     """Bytes of the dense copy of an expanded gradient, such as that of a sum."""
     return 0 if grad.is_contiguous() or _last(grad) else _bytes(grad.shape, grad.dtype)
@@ -185,8 +192,8 @@ def _forward(
     if device == "cpu" and weight.dim() == 4:  # torch brings the operands to one layout
         if not last and _last(weight) and not weight.is_contiguous():
             last, copied = True, input.nbytes
-        if last and not weight.is_contiguous(memory_format=torch.channels_last):
-            copied += weight.nbytes
+    if device == "cpu" and not weight.is_contiguous(memory_format=_format_of(weight, last)):
+        copied += weight.nbytes
     return _pass("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype, output.shape, last, copied)
 
 
