@@ -38,8 +38,12 @@ def _rules() -> dict[Any, Callable[..., int]]:
         torch.ops.patchconv._layer_norm.default: _layer_norm,
         torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
         _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+        _aten.count_nonzero.dim_IntList: _counted,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
+    for name in _REDUCED.split():
+        rule = functools.partial(_reduced, name)
+        rules |= {getattr(getattr(_aten, name), form): rule for form in getattr(_aten, name).overloads()}
     for name, taps in _TAPS.items():
         rule = functools.partial(_resize, taps)
         rules |= dict.fromkeys((getattr(_aten, name).default, getattr(_aten, name).vec), rule)
@@ -133,6 +137,20 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devi
     """Forward and backward: a copy of each operand that is not contiguous."""
     whole = [t for t in args if isinstance(t, Tensor) and t.dim() == args[0].dim() and t.numel() == args[0].numel()]
     return sum(t.nbytes for t in whole if not t.is_contiguous())
+
+
+_REDUCED = "sum mean prod cumsum any all"
+
+
+def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Reductions on the CPU copy an input of another dtype than that in which they add."""
+    dtype = torch.float32 if name == "mean" and result.dtype.itemsize == 2 else result.dtype
+    return 0 if device != "cpu" or args[0].dtype == dtype else args[0].numel() * dtype.itemsize
+
+
+def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """count_nonzero along dimensions: whether each element is one, and these as int64."""
+    return args[0].numel() * (8 if args[0].dtype == torch.bool else 9) if device == "cpu" else 0
 
 
 _TAPS = {"upsample_nearest2d": 1, "_upsample_nearest_exact2d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 4}

@@ -14,7 +14,7 @@ from typing import Any
 from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
-from .costs import Cost, Known, Stored, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
+from .costs import Cost, Known, Stored, answer_cost, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import reach_of
@@ -285,11 +285,15 @@ class Planner:
         """The most bytes while whole values are computed before a sweep, and the call that takes them."""
         most, at, stored = 0, 0, sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
         for place in calls_between(self.graph, self.kinds, number):
-            if on_whole(self.graph, self.kinds, place):
-                costs = self._learned.whole_costs
-                if place not in costs:
-                    costs[place] = whole_cost(self.graph, self.kinds, place, self.outside)
-                most, at = max((most, at), (stored + self._whole_bytes((number, place), last) + costs[place], place))
+            costs = self._learned.whole_costs
+            if place not in costs:
+                whole = on_whole(self.graph, self.kinds, place)
+                costs[place] = (
+                    whole_cost(self.graph, self.kinds, place, self.outside)
+                    if whole
+                    else answer_cost(self.graph, self.kinds, place)
+                )
+            most, at = max((most, at), (stored + self._whole_bytes((number, place), last) + costs[place], place))
             for v in self.graph.calls[place].inputs:
                 if v in there and self.gathered.get(v) == (number, place) and v not in read_later:
                     freed = there.pop(v).bytes

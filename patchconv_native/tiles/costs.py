@@ -23,7 +23,8 @@ from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_r
 from .outside import Outside, largest_write
 from .record import Graph
 from .rows import alone
-from .stores import extra
+from .run import Run, from_answers
+from .stores import Store, extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
 
@@ -205,6 +206,17 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
             "torch.backends.mkldnn.flags(enabled=False)"
         ) from error
     return peak.most + gathers
+
+
+def answer_cost(graph: Graph, kinds: Kinds, place: int) -> int:
+    """The same of a call whose result follows from numbers of the whole image."""
+    peak = PeakOf()
+    counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+    counted.there_before(graph.fakes)
+    run = Run(graph, kinds, set(), {}, Store("device"), whole=dict(enumerate(graph.fakes)))
+    with graph.mode, torch.no_grad(), counted:
+        from_answers(run, place, probing=True)
+    return peak.most
 
 
 _TAKE_VIEWS = {"add", "add_", "sub", "mul", "__add__", "__iadd__", "__radd__", "__sub__", "__mul__", "__rmul__", "cat"}

@@ -337,12 +337,14 @@ def _whole(run: Run, v: int, copy: bool) -> Tensor:
     return found.clone() if copy else found
 
 
-def from_answers(run: Run, place: int, moves: bool = False, links: Links | None = None) -> list[Any]:
+def from_answers(
+    run: Run, place: int, moves: bool = False, links: Links | None = None, probing: bool = False
+) -> list[Any]:
     """The results of a call that follow from numbers of the whole image alone. moves: it moves running statistics."""
     call, kinds = run.graph.calls[place], run.kinds
     given = {v: _dummy(run, v) if v in kinds.dims else run.whole[v] for v in call.inputs}
     cuts = dict.fromkeys((one.axis for one in kinds.axes), part_cuts(0, 1, 1))
-    return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), first=moves, links=links), given)
+    return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), probing, first=moves, links=links), given)
 
 
 def move_statistics(run: Run) -> None:
