@@ -97,6 +97,10 @@ class Tiles:
     def made(self, place: int, tile: Sequence[int]) -> Region:
         return tuple(axis.made[place][part] for axis, part in zip(self._axes, tile, strict=True))
 
+    def rows(self, axis: int, part: int) -> int:
+        """What all steps make in a part of an axis."""
+        return sum(high - low for low, high in (made[part] for made in self._axes[axis].made))
+
     def reads(self, place: int, v: int, tile: Sequence[int]) -> Region:
         return tuple(axis.reads[place][v][part] for axis, part in zip(self._axes, tile, strict=True))
 
@@ -165,12 +169,16 @@ class Backward:
         asked = {(place, n) for place, n in self._numbers if kinds.start[place] + n == number}
         sweep = sweep_of_gradients(graph, kinds, self._plan.stored, number, results | stores, asked)
         tiles = Tiles(self._plan, sweep)
-        for tile in tiles.all() if sweep.steps else ():
+        for tile in self._some(tiles) if sweep.steps else ():
             self._tile(tiles, tile)
         for v in stores | (results & set(sweep.results)):
             self.grads.pop(v, None)
         for one in asked:
             del self._numbers[one]
+
+    def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
+        """Those that are run."""
+        return tiles.all()
 
     def _tile(self, tiles: Tiles, tile: tuple[int, ...]) -> None:
         """One tile, forward with history and back."""

@@ -33,7 +33,7 @@ from .record import Graph, Ref, record, refs
 from .state import change
 from .stores import Store, Where, check_store
 from .transfers import serves
-from .ways import Bands, Strips, least_of
+from .ways import Bands, Graded, Strips, least_of
 
 LONG = 2.0
 """Seconds of planning after which the progress line says so."""
@@ -205,11 +205,6 @@ def _planned(
     sources = [Source(owner, image, device) for image in images]
     if out is not None:
         check_out(owner, out, graph, images)
-    if graph.needs and room is not None:
-        raise NotServed(
-            f"{owner}: a budget with gradients is not served: give tile=, the size of a tile, or call it under "
-            "torch.no_grad()"
-        )
     if graph.needs and (out is not None or out_later):
         raise NotServed(f"{owner}: gradients are not served with out; call it under torch.no_grad()")
     if graph.needs and refs([change for _, change in graph.kept]):
@@ -228,11 +223,14 @@ def _planned(
         outside = Outside(store, copies, counts, ahead, host, written)
         return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
-    at_once = None if tiles else AtOnce(graph, wishes(graph, None))
+    at_once = None if tiles or graph.needs else AtOnce(graph, wishes(graph, None))
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
-        for kind, ahead in itertools.product([Strips, Bands], [True, False] if copied else [None]):
+        kinds = [Strips, Bands]
+        if graph.needs and room is not None and not tiles:
+            kinds = [Graded]
+        for kind, ahead in itertools.product(kinds, [True, False] if copied else [None]):
             if kind is Bands and (len(dims) == 1 or tiles):
                 continue
             way = kind(one, dims, wishes(one, ahead))

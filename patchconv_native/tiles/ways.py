@@ -4,6 +4,7 @@ how wide bands of them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from .._bytes import format_bytes
 from ..planner.margin import MARGIN, largest_peak
 from ..planner.plans import BudgetError
 from .at_once import AtOnce
+from .backward_costs import backward_peak
 from .choices import Choice, Learned, Planner
 from .kinds import Kinds, kinds_of
 from .plan import Least, TilePlan, Wishes, fits
@@ -117,7 +119,7 @@ class Bands(Strips):
         super().__init__(graph, dims, wishes)
         self.kinds = kinds_of(graph, dims)
         whole = [Fraction(1)] * len(self.kinds.others)
-        self._ways = [(self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds))]
+        self._ways = [(self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds.others))]
 
     def fitting(self) -> TilePlan | None:
         """A plan of the widest bands that fit the budget."""
@@ -154,9 +156,62 @@ class Bands(Strips):
         return None if best is None else self._measured(self._ways[before][1], *best)
 
 
-def _narrower(graph: Graph, kinds: Kinds) -> Iterator[list[Fraction]]:
+class Graded(Bands):
+    """Plans with gradients: of the forward pass, and of the tiles that the backward pass computes again."""
+
+    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
+        super().__init__(graph, dims, wishes)
+        whole = [Fraction(1)] * len(self.kinds.axes)
+        self._shares = [whole, *_narrower(graph, self.kinds.axes)]
+
+    def fitting(self) -> TilePlan | None:
+        """With as much stored as fits: that of which the backward pass has the largest tiles is not looked for."""
+        room = self._room
+        for part in (1, 2, 4, 8):
+            self._room = None if room is None else room // part
+            plan = self._forward()
+            found = None if plan is None else self._with_tiles(plan)
+            if found is not None or room is None:
+                break
+        self._room = room
+        return found
+
+    def _forward(self) -> TilePlan | None:
+        planner, widths = self._ways[0]
+        stored, choice = chosen(planner, self._room)
+        if self._room is None or max(choice.peaks) <= self._room:
+            return self._measured(widths, stored, choice)[0]
+        return super().fitting()
+
+    def _with_tiles(self, plan: TilePlan) -> TilePlan | None:
+        """With the largest tiles that fit the budget."""
+        low, high, found = 0, len(self._shares), None
+        while low < high:
+            middle = (low + high) // 2
+            one = self._graded(plan, self._shares[middle], rough=True)
+            if fits(one):
+                one = self._graded(plan, self._shares[middle])
+            if fits(one):
+                found, high = one, middle
+            else:
+                low = middle + 1
+        return found
+
+    def _graded(self, plan: TilePlan, shares: list[Fraction], rough: bool = False) -> TilePlan:
+        one = dataclasses.replace(plan, tiles=shares)
+        return dataclasses.replace(one, peak=max(plan.peak, backward_peak(one, rough)))
+
+    def least(self, below: float) -> Least | None:
+        found = super().least(math.inf)
+        if found is None:
+            return None
+        plan, where = found
+        return self._graded(plan, self._shares[-1]), where
+
+
+def _narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
     """Bands of half the image and less: the axis is halved along which they are longest."""
-    sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in kinds.others]
+    sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in axes]
     lengths = list(sizes)
     while lengths == sizes or max(lengths) > NARROWEST:
         longest = lengths.index(max(lengths))
