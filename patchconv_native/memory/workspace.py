@@ -207,9 +207,8 @@ def _forward(
     input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
     last, copied = _last(input), 0
-    if device == "cpu" and weight.dim() == 4:  # torch brings the operands to one layout
-        if not last and _last(weight) and not weight.is_contiguous():
-            last, copied = True, input.nbytes
+    if device == "cpu" and not last and _last(weight) and not weight.is_contiguous():
+        last, copied = True, input.nbytes  # torch brings the operands to one layout
     if device == "cpu" and not weight.is_contiguous(memory_format=_format_of(weight, last)):
         copied += weight.nbytes
     return _pass("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype, output.shape, last, copied)
