@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from ..spatial.parts import precise
 from .backward import Backward, Tiles
 from .chains import run_chain
 from .costs import PeakOf
-from .kinds import Region, box_shape, part_of, whole_region
+from .kinds import Region, box_shape, part_of
 from .plan import TilePlan
 from .run import Run
 from .stores import Store, extra
@@ -58,11 +57,13 @@ class _Predicted(Backward):
     def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         every = tiles.all()
         parts = [sorted({tile[axis] for tile in every}) for axis in range(len(every[0]))]
-        widest = [max(some, key=lambda part: tiles.rows(axis, part)) for axis, some in enumerate(parts)]
+        most = tuple(max(some, key=lambda part: tiles.rows(axis, part)) for axis, some in enumerate(parts))
         if self._rough:
-            return [tuple(widest)]
-        ends = [dict.fromkeys((some[0], wide, some[-1])) for some, wide in zip(parts, widest, strict=True)]
-        return list(itertools.product(*ends))
+            return [most]
+        at_border = [
+            (*most[:axis], part, *most[axis + 1 :]) for axis, some in enumerate(parts) for part in (some[0], some[-1])
+        ]
+        return list(dict.fromkeys([most, *at_border]))  # there padding is joined to what is read
 
 
 def backward_peak(plan: TilePlan, rough: bool = False) -> int:
@@ -74,7 +75,9 @@ def backward_peak(plan: TilePlan, rough: bool = False) -> int:
     constants = {id(one): one for call in graph.calls for one in call.constants}
     with graph.mode, torch.no_grad():
         swaps = {key: _like(graph.mode, one) for key, one in constants.items()}
-        images = {v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs}
+        images: dict[int, Any] = {
+            v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs
+        }
         run = _Shapes(graph, kinds, plan.read_later, {}, Store("device"), inputs=images, outside=plan.outside)
         run.whole = {v: fake for v, fake in enumerate(graph.fakes) if v not in kinds.dims}
         run.answers = _answers(plan, run)

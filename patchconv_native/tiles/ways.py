@@ -4,6 +4,7 @@ how wide bands of them.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -119,7 +120,9 @@ class Bands(Strips):
         super().__init__(graph, dims, wishes)
         self.kinds = kinds_of(graph, dims)
         whole = [Fraction(1)] * len(self.kinds.others)
-        self._ways = [(self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds.others))]
+        self._ways = [
+            (self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds.others))
+        ]
 
     def fitting(self) -> TilePlan | None:
         """A plan of the widest bands that fit the budget."""
@@ -185,17 +188,12 @@ class Graded(Bands):
 
     def _with_tiles(self, plan: TilePlan) -> TilePlan | None:
         """With the largest tiles that fit the budget."""
-        low, high, found = 0, len(self._shares), None
-        while low < high:
-            middle = (low + high) // 2
-            one = self._graded(plan, self._shares[middle], rough=True)
+        place = bisect.bisect_left(self._shares, True, key=lambda shares: fits(self._graded(plan, shares, rough=True)))
+        for shares in self._shares[place : place + 2]:  # the first ones may take more than about
+            one = self._graded(plan, shares)
             if fits(one):
-                one = self._graded(plan, self._shares[middle])
-            if fits(one):
-                found, high = one, middle
-            else:
-                low = middle + 1
-        return found
+                return one
+        return None
 
     def _graded(self, plan: TilePlan, shares: list[Fraction], rough: bool = False) -> TilePlan:
         one = dataclasses.replace(plan, tiles=shares)
