@@ -37,10 +37,8 @@ def executors_over(x: SpatialTensor, dims: Sequence[int]) -> Executors:
 
 
 @rule(torch.sum, Tensor.sum)
-def total_of(
-    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    dims = dims_of(x, dim if axis is None else axis)
+def total_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = dims_of(x, dim)
     executors = executors_over(x, dims)
     if not executors:
         return wrap(x._local.sum(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
@@ -51,10 +49,8 @@ def total_of(
 
 
 @rule(torch.mean, Tensor.mean)
-def mean_of(
-    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    dims = dims_of(x, dim if axis is None else axis)
+def mean_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = dims_of(x, dim)
     executors = executors_over(x, dims)
     if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))

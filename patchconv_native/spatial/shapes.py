@@ -188,8 +188,8 @@ def _squeeze(x: Any, dim: Any = None) -> Tensor:
 
 
 @rule(torch.permute, Tensor.permute)
-def _permute(x: Any, *dims: Any) -> Tensor:
-    order = [d % x.dim() for d in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
+def _permute(x: Any, dims: Sequence[int]) -> Tensor:
+    order = [d % x.dim() for d in dims]
     return wrap(x._local.permute(order), {order.index(d): axis for d, axis in x.axes.items()})
 
 
@@ -254,10 +254,10 @@ def _place_of(x: SpatialTensor, dim: int, sizes: Sequence[int]) -> int | None:
 
 
 @rule(Tensor.view)
-def _view(x: Any, *shape: Any) -> Tensor:
-    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+def _view(x: Any, size: Any) -> Tensor:
+    if isinstance(size, torch.dtype):
         raise refuse("view", "as another dtype")
-    return _reshaped("view", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    return _reshaped("view", x, size)
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)
@@ -268,8 +268,8 @@ def _view_as(x: Any, other: Any) -> Tensor:
 
 
 @rule(torch.reshape, Tensor.reshape)
-def _reshape(x: Any, *shape: Any) -> Tensor:
-    return _reshaped("reshape", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+def _reshape(x: Any, shape: Sequence[int]) -> Tensor:
+    return _reshaped("reshape", x, shape)
 
 
 @rule(torch.flatten, Tensor.flatten, torch.ravel, Tensor.ravel)
@@ -299,8 +299,8 @@ def _view_as_real(x: Any) -> Tensor:
 
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to)
-def _expand(x: Any, *shape: Any) -> Tensor:
-    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+def _expand(x: Any, size: Sequence[int], implicit: bool = False) -> Tensor:
+    sizes = list(size)
     more = len(sizes) - x.dim()
     for d, axis in x.axes.items():
         if axis.size == 1 and sizes[d + more] > 1:
@@ -325,8 +325,8 @@ def _roll(x: Any, shifts: Any, dims: Any = None) -> Tensor:
 
 
 @rule(torch.flip, Tensor.flip)
-def _flip(x: Any, *dims: Any) -> Tensor:
-    given = dims_of(x, dims[0] if len(dims) == 1 else dims)
+def _flip(x: Any, dims: Any) -> Tensor:
+    given = dims_of(x, dims)
     if any(d in x.axes for d in given):
         raise refuse("flip", "its dimension is cut")
     return wrap(x._local.flip(given), x.axes)
