@@ -78,6 +78,7 @@ def _joined_axis(axis: Axis, begin: int, size: int) -> Axis:
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Any, dim: int = 0) -> Tensor:
+    tensors = [t for t in tensors if t.shape != (0,)]  # of any shape, for torch
     dim %= tensors[0].dim()
     if any(isinstance(t, SpatialTensor) and dim in t.axes for t in tensors):
         return _along_cut(tensors, dim)

@@ -52,7 +52,8 @@ def total_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
 def mean_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = dims_of(x, dim)
     executors = executors_over(x, dims)
-    if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
+    kind = dtype or x.dtype
+    if not executors or not (kind.is_floating_point or kind.is_complex):  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
     local = x._local.sum(dims, keepdim, dtype=precise(dtype or x.dtype)) / count
@@ -82,16 +83,25 @@ rules(with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, t
 
 @rule(torch.any, Tensor.any)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _truth(x, _found(x, x._local != 0, dim, keepdim))
+
+
+def _found(x: SpatialTensor, there: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """Whether any is true of all parts."""
     dims = dims_of(x, dim)
     executors = executors_over(x, dims)
-    found = (x._local != 0).sum(dims, keepdim)
-    return wrap((all_sum(found, executors) if executors else found) > 0, remaining_axes(x, dims, keepdim))
+    number = there.sum(dims, keepdim)
+    return wrap((all_sum(number, executors) if executors else number) > 0, remaining_axes(x, dims, keepdim))
+
+
+def _truth(x: Tensor, found: Tensor) -> Tensor:
+    """As torch has it: of bytes it is one of them."""
+    return found.byte() if x.dtype == torch.uint8 else found
 
 
 @rule(torch.all, Tensor.all)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
-    found: Any = _any(wrap(x._local == 0, x.axes), dim, keepdim)
-    return ~found
+    return _truth(x, ~_found(x, x._local == 0, dim, keepdim))
 
 
 @rule(torch.var, Tensor.var)
@@ -101,6 +111,8 @@ def variance_of(
     """Of deviations from the mean of all parts."""
     if isinstance(dim, bool):  # var(unbiased)
         dim, unbiased = None, dim
+    if x.is_complex():
+        raise refuse("var", "of complex numbers")
     dims = dims_of(x, dim)
     count = math.prod(x.size(d) for d in dims)
     away: Any = x - mean_of(x, dims, keepdim=True)
@@ -148,6 +160,7 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
     p = kwargs.pop("ord", p)
     if p not in (2, 2.0, "fro", None) or kwargs.get("dtype") is not None:
         raise refuse("norm", "of another order than 2")
+    x = x.abs() if x.is_complex() else x
     return total_of(x * x, dim, keepdim).sqrt()
 
 
@@ -208,6 +221,8 @@ def _loss(function: Any) -> Callable[..., Any]:
             return each
         if reduction == "sum":
             return total_of(each)
+        if function is F.kl_div and reduction == "batchmean":
+            return total_of(each) / input.size(0)
         if function in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None:  # by their sum
             weights = wrap(kwargs["weight"].expand_as(local_of(each)), axes)
             return total_of(each) / total_of(weights)
@@ -217,7 +232,7 @@ def _loss(function: Any) -> Callable[..., Any]:
 
 
 rules(_loss, (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-                  F.binary_cross_entropy_with_logits))  # fmt: skip
+                  F.binary_cross_entropy_with_logits, F.kl_div))  # fmt: skip
 
 
 @rule(F.cross_entropy)

@@ -87,7 +87,7 @@ class Call:
     def by_place(self) -> bool:
         """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
         norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
-        return (norm or self.function in BY_PLACE) and len(self.inputs) == 1
+        return (norm or (self.function in BY_PLACE and not self.constants)) and len(self.inputs) == 1
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -342,7 +342,12 @@ def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
         return value  # the same object
-    return tree_map_only(Recorded, lambda one: Ref(one._index), value)
+    return tree_map_only(Recorded, lambda one: Ref(one._index), value, is_leaf=is_size)
+
+
+def is_size(value: Any) -> bool:
+    """What torch's trees would make a tuple of."""
+    return isinstance(value, torch.Size)
 
 
 def _check_taken_apart(found: Any) -> None:
