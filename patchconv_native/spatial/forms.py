@@ -40,14 +40,12 @@ class _Overload:
         """In its form; None where these are not its arguments."""
         if self.one_by_one and len(args) > 1 and all(isinstance(n, Integral) for n in args[1:]):
             args = args[0], tuple(args[1:])
-        rest = self.places[len(args) :]
         named = {key if key in self.names else _OTHER_NAMES.get(key, key): value for key, value in kwargs.items()}
-        left = self.needed.difference(self.places[: len(args)])
-        if len(args) > len(self.places) or not left <= named.keys() or not named.keys() <= self.names.difference(
-            self.places[: len(args)]
-        ):
+        placed = self.places[: len(args)]
+        fits = self.needed.difference(placed) <= named.keys() <= self.names.difference(placed)
+        if len(args) > len(self.places) or not fits:
             return None
-        for name in rest:
+        for name in self.places[len(args) :]:
             if name not in self.needed:
                 break
             args = *args, named.pop(name)

@@ -54,7 +54,7 @@ _SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps
 _SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
 OF_SHAPE = frozenset((
     *map(_getter, _SIZES.split()), *(getattr(Tensor, name) for name in _SIZE_METHODS.split()),
-    torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type,
 ))  # fmt: skip
 """Functions whose answer follows from the shape, dtype and device alone."""
 rules(_on_wrapper, OF_SHAPE)
@@ -65,7 +65,7 @@ def _on_local(function: Any) -> Callable[..., Any]:
 
 
 rules(_on_local, map(_getter, ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr")))
-rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad))
+rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad, *_both("is_conj is_neg")))
 
 
 @rule(_getter("grad"))
@@ -121,13 +121,15 @@ _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
     "tanh asin acos atan sigmoid relu erf erfc erfinv floor ceil round trunc frac sign sgn isnan isinf isfinite "
     "logical_not bitwise_not nan_to_num positive logit deg2rad rad2deg clone detach zeros_like ones_like empty_like "
-    "full_like asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh sinc lgamma digamma mvlgamma i0 fix angle "
-    "signbit isposinf isneginf isreal conj conj_physical resolve_conj resolve_neg celu selu threshold hardshrink"
+    "full_like asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh sinc lgamma digamma mvlgamma i0 fix "
+    "angle signbit isposinf isneginf isreal conj conj_physical resolve_conj resolve_neg celu selu threshold hardshrink"
 )
-_LOCAL_METHODS = "double float half bfloat16 bool int long short byte char cpu cuda zero_ __neg__ __abs__ __invert__ __pos__"
+_LOCAL_METHODS = (
+    "double float half bfloat16 bool int long short byte char cpu cuda zero_ __neg__ __abs__ __invert__ __pos__"
+)
 _SPECIAL = (
-    "expit erf erfc erfcx erfinv exp2 expm1 log1p logit ndtr ndtri log_ndtr entr sinc digamma psi gammaln i0 i0e i1 i1e "
-    "round multigammaln"
+    "expit erf erfc erfcx erfinv exp2 expm1 log1p logit ndtr ndtri log_ndtr entr sinc digamma psi gammaln i0 i0e i1 "
+    "i1e round multigammaln"
 )
 _LOCAL_FUNCTIONS = (
     F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid,

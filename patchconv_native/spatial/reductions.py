@@ -78,7 +78,7 @@ def with_indices(function: Any) -> Callable[..., Any]:
 
 
 rules(with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, torch.logsumexp, Tensor.logsumexp,
-                  torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
+                  torch.special.logsumexp, torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
 
 
 @rule(torch.any, Tensor.any)
@@ -115,14 +115,15 @@ def variance_of(
         raise refuse("var", "of complex numbers")
     dims = dims_of(x, dim)
     count = math.prod(x.size(d) for d in dims)
-    away: Any = x - mean_of(x, dims, keepdim=True)
+    values = x.to(precise(x.dtype))
+    away: Any = values - mean_of(values, dims, keepdim=True)
     less = (1 if unbiased else 0) if correction is None else correction
-    return total_of(away * away, dims, keepdim) / (count - less)
+    return (total_of(away * away, dims, keepdim) / (count - less)).to(x.dtype)
 
 
 @rule(torch.std, Tensor.std)
 def _std(x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return variance_of(x, *args, **kwargs).sqrt()
+    return variance_of(x.to(precise(x.dtype)), *args, **kwargs).sqrt().to(x.dtype)
 
 
 @rule(torch.var_mean)
@@ -134,8 +135,8 @@ def _var_mean(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> tuple[T
 
 @rule(torch.std_mean)
 def _std_mean(input: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(input, *args, **kwargs)
-    return var.sqrt(), mean
+    var, mean = _var_mean(input.to(precise(input.dtype)), *args, **kwargs)
+    return var.sqrt().to(input.dtype), mean.to(input.dtype)
 
 
 def _ordered(function: Any, place: int) -> Callable[..., Any]:
@@ -161,7 +162,8 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
     if p not in (2, 2.0, "fro", None) or kwargs.get("dtype") is not None:
         raise refuse("norm", "of another order than 2")
     x = x.abs() if x.is_complex() else x
-    return total_of(x * x, dim, keepdim).sqrt()
+    values = x.to(precise(x.dtype))  # the square of half precision may be infinite
+    return total_of(values * values, dim, keepdim).sqrt().to(x.dtype)
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:
@@ -174,7 +176,8 @@ def _over_uncut(function: Any) -> Callable[..., Any]:
 
 
 rules(_over_uncut, (F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.log_softmax, Tensor.softmax,
-                  Tensor.log_softmax, torch.cumsum, Tensor.cumsum))  # fmt: skip
+                  Tensor.log_softmax, torch.special.softmax, torch.special.log_softmax, torch.cumsum,
+                  Tensor.cumsum))  # fmt: skip
 
 
 @rule(F.cosine_similarity)

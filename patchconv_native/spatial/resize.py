@@ -154,6 +154,8 @@ def interpolate(
     local, first = check_image("interpolate", input, dims)
     if antialias or mode not in ("nearest", "nearest-exact", "area", *_MODES[dims]):
         raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''} of (N, C, {SIZES[dims]})")
+    if not (input.is_floating_point() or mode.startswith("nearest")):
+        raise refuse("interpolate", f"mode {mode!r} of {input.dtype}")
     whole = list(input.shape[2:])
     sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute_scale_factor)
     if mode == "area":

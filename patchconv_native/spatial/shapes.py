@@ -162,8 +162,8 @@ set_item.__name__ = "__setitem__"
 def _set_item(x: Any, index: Any, value: Any) -> Any:
     """Along dimensions that are not cut. Writes into the local tensor."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(x, SpatialTensor) or any(
-        isinstance(e, bool) or not isinstance(e, (int, slice, type(...))) for e in entries):
+    known = all(isinstance(e, (int, slice, type(...))) and not isinstance(e, bool) for e in entries)
+    if not isinstance(x, SpatialTensor) or not known:
         raise refuse("__setitem__", "it takes a SpatialTensor, numbers and slices")
     if Ellipsis in entries:
         place = entries.index(Ellipsis)

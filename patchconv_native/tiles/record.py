@@ -342,12 +342,7 @@ def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
         return value  # the same object
-    return tree_map_only(Recorded, lambda one: Ref(one._index), value, is_leaf=is_size)
-
-
-def is_size(value: Any) -> bool:
-    """What torch's trees would make a tuple of."""
-    return isinstance(value, torch.Size)
+    return tree_map_only(Recorded, lambda one: Ref(one._index), value, lambda one: isinstance(one, torch.Size))
 
 
 def _check_taken_apart(found: Any) -> None:

@@ -66,7 +66,7 @@ class Undo(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sets = func is _tensor.__setitem__
-        first = next(iter(in_form(func, args, kwargs)[0]), None)
+        first: Any = next(iter(in_form(func, args, kwargs)[0]), None)
         writes = type(first) in (Tensor, nn.Parameter) and (sets or writes_first(func, kwargs))
         if writes and _storage(first) not in self._made:
             self.before.setdefault(id(first), (first, first.detach().clone()))
