@@ -34,9 +34,9 @@ _MIX = (
     "linalg_matrix_norm linalg_cross linalg_vecdot linalg_inv linalg_det linalg_solve linalg_svd linalg_qr linalg_eigh "
     "linalg_cholesky t histc msort cumsum_ cumprod_ logcumsumexp cumulative_trapezoid column_stack block_diag kron "
     "pdist put_ slice_scatter select_scatter diagonal_scatter mv dot vdot bilinear embedding_bag isin frexp vander "
-    "nll_loss poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_soft_margin_loss "
-    "hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss triplet_margin_with_distance_loss "
-    "hsplit vsplit dsplit upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "nll_loss poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_soft_margin_loss hsplit vsplit dsplit "
+    "hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss "
+    "triplet_margin_with_distance_loss upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
     "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
 )
 _of_c: Any = torch._C
