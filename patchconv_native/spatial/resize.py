@@ -24,7 +24,7 @@ from .windows import SIZES, Window, check_image, reading, scaled_axis
 _nn: Any = torch._C._nn
 
 
-@rule(F.pad, torch.constant_pad_nd, _nn.pad)
+@rule(F.pad, _nn.pad)
 def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     if not isinstance(input, SpatialTensor):
         raise refuse("pad", "its input is a plain tensor")
@@ -47,6 +47,11 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
     if any(rest):
         local = functional.pad(local, rest, mode, value)
     return wrap(local, axes)
+
+
+@rule(torch.constant_pad_nd)
+def _constant_pad(input: Any, sizes: Sequence[int], value: float = 0) -> Tensor:
+    return pad(input, sizes, value=value)
 
 
 @rule(F.pixel_shuffle, torch.pixel_shuffle)
@@ -149,6 +154,8 @@ def interpolate(
     local, first = check_image("interpolate", input, dims)
     if antialias or mode not in ("nearest", "nearest-exact", "area", *_MODES[dims]):
         raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''} of (N, C, {SIZES[dims]})")
+    if not (input.is_floating_point() or mode.startswith("nearest")):
+        raise refuse("interpolate", f"mode {mode!r} of {input.dtype}")
     whole = list(input.shape[2:])
     sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute_scale_factor)
     if mode == "area":

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
+from ..spatial.forms import in_form
 from ..spatial.pointwise import BY_PLACE, OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
@@ -86,7 +87,7 @@ class Call:
     def by_place(self) -> bool:
         """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
         norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
-        return (norm or self.function in BY_PLACE) and len(self.inputs) == 1
+        return (norm or (self.function in BY_PLACE and not self.constants)) and len(self.inputs) == 1
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -234,6 +235,8 @@ class Recorder:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = set_item if function is _tensor.__setitem__ else function
         name = name_of(function)
+        asked = args, kwargs
+        args, kwargs = in_form(function, args, kwargs)
         self.check_there(name, (args, kwargs))
         if function in _ANSWERS:
             return _ANSWERS[function]
@@ -241,6 +244,7 @@ class Recorder:
             raise self.refuse(name, "what the module does next would depend on the values of pixels")
         if function in _CASTS and len(args) > 1 and isinstance(args[1], Recorded):
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
+            asked = args, kwargs
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
         if function in _LIKE and args and isinstance(args[0], Recorded):
@@ -249,12 +253,12 @@ class Recorder:
             return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
-        given = tree_map_only(Recorded, lambda value: value._fake, (args, kwargs))
+        given = tree_map_only(Recorded, lambda value: value._fake, asked)  # as it was asked: errors are torch's
         try:
             numbers = seeded(function, *args, **kwargs) if function in DROPOUTS else None
             if numbers is not None:
-                x = args[0] if args else kwargs["input"]
-                return self.call(dropout_by_seed, (x, self.call(draw_seed, (x.device,), {})), numbers)
+                seed = self.call(draw_seed, (args[0].device,), {})
+                return self.call(dropout_by_seed, (args[0], seed), numbers)
             with torch._C.DisableTorchFunctionSubclass(), self.graph.mode, torch.no_grad():
                 found = function(*given[0], **given[1])
         except NotServed:
@@ -271,7 +275,7 @@ class Recorder:
 
     def _write_down(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
         writes = writes_first(function, kwargs)
-        first = args[0] if args else kwargs.get("input")
+        first = args[0] if args else None
         if writes and not isinstance(first, Recorded):
             raise self.refuse(name_of(function), "it writes into a tensor that was there before the call")
         known = {id(leaf._fake): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)}
@@ -338,7 +342,7 @@ def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
         return value  # the same object
-    return tree_map_only(Recorded, lambda one: Ref(one._index), value)
+    return tree_map_only(Recorded, lambda one: Ref(one._index), value, lambda one: isinstance(one, torch.Size))
 
 
 def _check_taken_apart(found: Any) -> None:

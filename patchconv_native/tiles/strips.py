@@ -176,8 +176,10 @@ def with_values(arguments: Any, given: Callable[[int], Any]) -> Any:
     kind = type(arguments)
     if kind is Ref:
         return given(arguments.index)
-    if kind in (tuple, list):
-        return kind([with_values(one, given) for one in arguments])
+    if kind is list:
+        return [with_values(one, given) for one in arguments]
+    if isinstance(arguments, tuple) and kind is not torch.Size:  # one with names too, such as a result of max
+        return tuple([with_values(one, given) for one in arguments])
     if kind is dict:
         return {key: with_values(one, given) for key, one in arguments.items()}
     return arguments

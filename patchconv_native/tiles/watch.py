@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ..spatial.forms import in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 
@@ -65,11 +66,12 @@ class Undo(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sets = func is _tensor.__setitem__
-        writes = args and type(args[0]) in (Tensor, nn.Parameter) and (sets or writes_first(func, kwargs))
-        if writes and _storage(args[0]) not in self._made:
-            self.before.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
+        first: Any = next(iter(in_form(func, args, kwargs)[0]), None)
+        writes = type(first) in (Tensor, nn.Parameter) and (sets or writes_first(func, kwargs))
+        if writes and _storage(first) not in self._made:
+            self.before.setdefault(id(first), (first, first.detach().clone()))
         result = func(*args, **kwargs)
-        self._note(name_of(func), _plain((args, kwargs)), _plain(args[0] if sets else result))
+        self._note(name_of(func), _plain((args, kwargs)), _plain(first if sets else result))
         return result
 
     def _note(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
