@@ -49,10 +49,23 @@ def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors in the layouts that the operators give real ones."""
+    """Fake tensors in the layouts that the operators give real ones. Autocast keeps no casts of parameters meanwhile:
+    they would be fakes, and what runs later under the same autocast would compute nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._keeps_casts: list[bool] = []
+
+    def __enter__(self) -> FakeMode:
+        self._keeps_casts.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_autocast_cache_enabled(self._keeps_casts.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _BATCH_NORM and not args[5] and args[0].device.type == "cpu":
