@@ -27,6 +27,9 @@ from .workspace import workspace
 # layout they keep.
 _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
 
+# Operators whose CPU kernels make a result as large as their argument, and give it another size then.
+_RESIZED = {torch.ops.aten.im2col.default, torch.ops.aten.col2im.default}
+
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 # Operators that save for backward what only a real run can tell.
@@ -73,6 +76,9 @@ class FakeMode(FakeTensorMode):
                 made = torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
                 return made, args[0].new_empty(0), args[0].new_empty(0)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _RESIZED and args[0].numel() > result.numel() and args[0].device.type == "cpu":
+            with self:
+                return args[0].new_empty(args[0].numel()).as_strided(result.shape, result.stride())
         if isinstance(result, Tensor):
             strides = _strides(func, args, result)
             return result if result.stride() == strides else result.as_strided(result.shape, strides)

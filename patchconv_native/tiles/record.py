@@ -112,6 +112,8 @@ class Graph:
     """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
     fed: list[Tensor] = field(default_factory=list)
     """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
+    made: int = 0
+    """Bytes of the constants that were not there before. They are there during the whole call."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     needs: set[int] = field(default_factory=set)
@@ -393,6 +395,7 @@ def record(
         held.put_back()
     drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
     graph.fed = list(undo.fed.values())
+    graph.made = sum(undo.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
     graph.repeatable = not undo.before and not drew and not graph.kept
 
     def take_back() -> None:
