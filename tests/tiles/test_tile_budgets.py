@@ -174,6 +174,16 @@ def test_what_is_made_besides_values_counts(call: Callable[[Tensor], Tensor]) ->
     torch.testing.assert_close(found[0], call(x))
 
 
+@pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
+@torch.no_grad()
+def test_casts_that_autocast_keeps_count() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6)))
+    x, found = structured((1, 3, 40, 16)).float(), []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        budget = least(net, x)
+        assert allocated_peak(lambda: found.append(pc.tile(net, x, budget=budget))) - found[0].nbytes <= budget
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What one call keeps
 
