@@ -113,6 +113,10 @@ class Graph:
     """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
     fed: list[Tensor] = field(default_factory=list)
     """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
+    made: int = 0
+    """Bytes of the constants that were not there before, and of casts that autocast keeps. They are there during the
+    whole call.
+    """
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     needs: set[int] = field(default_factory=set)
@@ -338,6 +342,19 @@ def autocast_of(device: str) -> Autocast:
     )  # fmt: skip
 
 
+def _kept_casts(graph: Graph, device: torch.device) -> int:
+    """Bytes of the casts of parameters that the caller's autocast keeps until its block ends."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    found = {}
+    for call in graph.calls:
+        _, dtype, enabled, keeps = call.autocast
+        if enabled and keeps and any(graph.fakes[v].dtype == dtype for v in call.outputs):
+            weights = (t for t in call.constants if t.requires_grad and t.is_leaf and t.dtype == torch.float32)
+            found.update({(id(t), dtype): t.numel() * dtype.itemsize for t in weights})
+    return sum(found.values())
+
+
 def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
@@ -397,6 +414,8 @@ def record(
         held.put_back()
     drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
     graph.fed = list(undo.fed.values())
+    graph.made = sum(undo.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
+    graph.made += _kept_casts(graph, device)
     graph.repeatable = not undo.before and not drew and not graph.kept
 
     def take_back() -> None:

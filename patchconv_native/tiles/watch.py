@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class Undo(TorchFunctionMode):
             known = self._made | (into - {None})
             self.fed.update({id(one): one for one in given if _storage(one) not in known})
         self._made |= into - of_given - {None}
+
+    def made_of(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Of the storages of tensors those that were not there before, in bytes."""
+        found = {key: one for one in tensors if (key := _storage(one)) in self._made}
+        return [one.untyped_storage().nbytes() for one in found.values()]
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -182,6 +182,25 @@ def test_layouts_and_dtypes_are_those_of_one_call() -> None:
     assert (got.float() - exact).abs().max() <= 1.5 * (half(y).float() - exact).abs().max()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@torch.no_grad()
+def test_autocast_keeps_no_fake_casts_of_parameters(inside: bool) -> None:
+    """Autocast keeps its casts until its block ends: those that planning makes have no numbers."""
+    conv, x = nn.Conv2d(3, 4, 3), image(1, 3, 20, 16)
+
+    def under(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return conv(x)
+
+    call = under if inside else conv
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = pc.tile(call, x, tile=4), call(x), pc.tile(call, x, tile=4, out=torch.empty(1, 4, 18, 14).bfloat16())
+    want = conv.bfloat16()(x.bfloat16())
+    for got in results:
+        assert type(got) is Tensor and torch.equal(got, want)
+    assert torch.is_autocast_cache_enabled()
+
+
 class Pyramid(nn.Module):
     """Two images and a flag in; a dictionary of several sizes, a global value and the shape out."""
 

@@ -146,6 +146,44 @@ def test_the_second_of_two_numbers_of_the_image_counts(call):
     torch.testing.assert_close(found[0], call(x))
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor([[[0.9, 0.2, 0.1], [-0.2, 0.9, 0.0]]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grid_sample(x, F.affine_grid(self.by, [1, *x.shape[1:]], align_corners=False), align_corners=False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.tanh() + torch.linspace(0, 1, x[0].numel()).view(x[:1].shape),
+        Turned(),
+        lambda x: F.unfold(x, 3, padding=1),
+        lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1),
+    ],
+    ids=["constant", "of a parameter", "unfold", "fold"],
+)
+@torch.no_grad()
+def test_what_is_made_besides_values_counts(call: Callable[[Tensor], Tensor]) -> None:
+    """Constants that the module makes are there during the whole call; im2col and col2im begin with a copy."""
+    x = structured((1, 4, 150, 100)).float()
+    budget, found = least(call, x), []  # type: ignore[arg-type]
+    assert allocated_peak(lambda: found.append(pc.tile(call, x, budget=budget))) - found[0].nbytes <= budget
+    torch.testing.assert_close(found[0], call(x))
+
+
+@pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
+@torch.no_grad()
+def test_casts_that_autocast_keeps_count() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6)))
+    x, found = structured((1, 3, 40, 16)).float(), []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        budget = least(net, x)
+        assert allocated_peak(lambda: found.append(pc.tile(net, x, budget=budget))) - found[0].nbytes <= budget
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What one call keeps
 

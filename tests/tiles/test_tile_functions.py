@@ -57,6 +57,9 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "expanded": lambda x: (x[:, :1].broadcast_to(x.shape), x[:, :1].expand(-1, 3, -1, -1)),
     "moved": lambda x: (x.movedim((1, 2), (-1, 0)), torch.moveaxis(x, 1, -1).swapdims(0, 1) * 2, x.mT + 1),
     "pieces": lambda x: (*x.tensor_split(2, 1), *x.unsafe_chunk(2, 1), *x.split_with_sizes((1, 3), 1)),
+    "wrapped around what is left": lambda x: [
+        F.pad(x, pad, mode="circular") for pad in ((3, -2, -1, 5), (-4, 1, 2, -3), (-1, -2, -2, -1), (-5, 13, -8, 15))
+    ],
     "noise": lambda x: x + torch.randn_like(x) * torch.rand_like(x[:, :1]),
     "divergence of batches": lambda x: F.kl_div(x, x.sigmoid(), reduction="batchmean"),
     "divergence of logarithms": lambda x: F.kl_div(x, x.sin(), reduction="sum", log_target=True),
