@@ -17,6 +17,10 @@ from .record import Graph
 from .sweeps import Sweep, bytes_of
 
 
+RECORDING = 8 * 1024
+"""Bytes that planning itself takes for a while: the state of torch's random generator."""
+
+
 @dataclass
 class TilePlan:
     """How `tile` computes a module on inputs of these shapes. print() it."""
@@ -51,7 +55,7 @@ class TilePlan:
     @property
     def needs(self) -> int:
         """Bytes of budget that this plan fits."""
-        return least_budget(self.peak, self.margin) + self.result
+        return max(least_budget(self.peak, self.margin) + self.result, RECORDING)
 
     @property
     def at_once(self) -> bool:
