@@ -143,6 +143,10 @@ def refs(values: Any) -> list[int]:
     return [leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Ref)]
 
 
+def is_differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 class Recorded(Tensor):
     """A value with a shape and no data, while a module is recorded."""
 
@@ -155,7 +159,7 @@ class Recorded(Tensor):
     def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
         self = Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device,
-            requires_grad=recorder.gradients and fake.dtype.is_floating_point,
+            requires_grad=recorder.gradients and is_differentiable(fake),
         )  # fmt: skip
         self._recorder, self._fake, self._index, self._lost = recorder, fake, index, ""
         return self
