@@ -183,6 +183,29 @@ def test_what_is_made_besides_values_counts(call: Callable[[Tensor], Tensor]) ->
     torch.testing.assert_close(found[0], call(x))
 
 
+class AfterTokens(nn.Module):
+    """Behind tokens of one image, torch's channels_last has strides that step to the next image by one channel. Of
+    these a group norm makes NCHW.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm, self.conv = nn.Linear(64, 64), nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape) + x
+        return self.conv(F.interpolate(F.silu(self.norm(x)), scale_factor=2))
+
+
+@torch.no_grad()
+def test_strips_lie_in_memory_as_planned() -> None:
+    model, x, found = AfterTokens().double(), structured((1, 64, 8, 6)), []
+    budget = least(model, x)
+    assert allocated_peak(lambda: found.append(pc.tile(model, x, budget=budget))) - found[0].nbytes <= budget
+    torch.testing.assert_close(found[0], model(x), rtol=1e-9, atol=1e-9)
+    assert found[0].stride() == model(x).stride()
+
+
 @pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
 @torch.no_grad()
 def test_casts_that_autocast_keeps_count() -> None:
