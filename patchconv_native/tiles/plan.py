@@ -16,7 +16,6 @@ from .reach import Reach
 from .record import Graph
 from .sweeps import Sweep, bytes_of
 
-
 RECORDING = 8 * 1024
 """Bytes that planning itself takes for a while: the state of torch's random generator."""
 
