@@ -27,6 +27,9 @@ from .workspace import workspace
 # layout they keep.
 _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.native_group_norm_backward.default: 1}
 
+# Operators whose CPU kernels make a result as large as their argument, and give it another size then.
+_RESIZED = {torch.ops.aten.im2col.default, torch.ops.aten.col2im.default}
+
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 # Operators that save for backward what only a real run can tell.
@@ -49,10 +52,23 @@ def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors in the layouts that the operators give real ones."""
+    """Fake tensors in the layouts that the operators give real ones. Autocast keeps no casts of parameters meanwhile:
+    they would be fakes, and what runs later under the same autocast would compute nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._keeps_casts: list[bool] = []
+
+    def __enter__(self) -> FakeMode:
+        self._keeps_casts.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_autocast_cache_enabled(self._keeps_casts.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _BATCH_NORM and not args[5] and args[0].device.type == "cpu":
@@ -60,6 +76,9 @@ class FakeMode(FakeTensorMode):
                 made = torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
                 return made, args[0].new_empty(0), args[0].new_empty(0)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _RESIZED and args[0].numel() > result.numel() and args[0].device.type == "cpu":
+            with self:
+                return args[0].new_empty(args[0].numel()).as_strided(result.shape, result.stride())
         if isinstance(result, Tensor):
             strides = _strides(func, args, result)
             return result if result.stride() == strides else result.as_strided(result.shape, strides)

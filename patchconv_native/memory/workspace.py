@@ -39,6 +39,8 @@ def _rules() -> dict[Any, Callable[..., int]]:
         torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
         _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
         _aten.count_nonzero.dim_IntList: _counted,
+        _aten.im2col.default: _resized,
+        _aten.col2im.default: _resized,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
     for name in _REDUCED.split():
@@ -98,6 +100,11 @@ def _pair(found: dict[str, int], weights: int) -> int:
     if len(found) < 2:
         return next(iter(found.values()), 0)
     return max(found["dgrad"] - weights, found["wgrad"])
+
+
+def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """im2col and col2im: the result is first as large as the argument."""
+    return args[0].nbytes if device == "cpu" and result.nbytes > args[0].nbytes else 0
 
 
 def _last(tensor: Tensor) -> bool:

@@ -36,12 +36,18 @@ def _pads_of(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
     return entries if len(entries) == 2 * dims else [entry for entry in entries for _ in range(2)]
 
 
+def _check(name: str, input: Any, dims: int) -> tuple[Tensor, int]:
+    if not input.is_floating_point():
+        raise refuse(name, f"of {input.dtype}")
+    return check_image(name, input, dims)
+
+
 def _conv(
     dims: int, input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,
     padding_mode: str, splits: Any,
 ) -> Tensor:  # fmt: skip
     name = f"conv{dims}d"
-    local, first = check_image(name, input, dims)
+    local, first = _check(name, input, dims)
     kernel, strides, dilations = list(weight.shape[2:]), listed(stride, dims), listed(dilation, dims)
     pads = _pads_of(padding, kernel, dilations)
     axes: Axes = {}
@@ -131,7 +137,7 @@ def _conv_transpose(
     groups: int, dilation: Any, splits: Any,
 ) -> Tensor:  # fmt: skip
     name = f"conv_transpose{dims}d"
-    local, first = check_image(name, input, dims)
+    local, first = _check(name, input, dims)
     kernel, strides, dilations = list(weight.shape[2:]), listed(stride, dims), listed(dilation, dims)
     pads, more = listed(padding, dims), listed(output_padding, dims)
     axes: Axes = {}

@@ -77,8 +77,9 @@ def _joined_axis(axis: Axis, begin: int, size: int) -> Axis:
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
-def cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Tensor:
-    dim = (dim if axis is None else axis) % tensors[0].dim()
+def cat(tensors: Any, dim: int = 0) -> Tensor:
+    tensors = [t for t in tensors if t.shape != (0,)]  # of any shape, for torch
+    dim %= tensors[0].dim()
     if any(isinstance(t, SpatialTensor) and dim in t.axes for t in tensors):
         return _along_cut(tensors, dim)
     like = next(t for t in tensors if isinstance(t, SpatialTensor))
@@ -120,8 +121,8 @@ def repeated(function: str, x: SpatialTensor, dim: int, count: int) -> SpatialTe
 
 
 @rule(Tensor.repeat)
-def _repeat(x: Any, *counts: Any) -> Tensor:
-    given = list(counts[0] if len(counts) == 1 and not isinstance(counts[0], int) else counts)
+def _repeat(x: Any, repeats: Sequence[int]) -> Tensor:
+    given = list(repeats)
     more = len(given) - x.dim()
     for d in list(x.axes):
         if more >= 0 and given[more + d] != 1:
@@ -131,9 +132,8 @@ def _repeat(x: Any, *counts: Any) -> Tensor:
 
 
 @rule(torch.tile, Tensor.tile)
-def _tile(x: Any, *counts: Any) -> Tensor:
-    given = list(counts[0] if len(counts) == 1 and not isinstance(counts[0], int) else counts)
-    return _repeat(x, [1] * (x.dim() - len(given)) + given)
+def _tile(x: Any, dims: Sequence[int]) -> Tensor:
+    return _repeat(x, [1] * (x.dim() - len(dims)) + list(dims))
 
 
 @rule(torch.repeat_interleave, Tensor.repeat_interleave)

@@ -157,6 +157,14 @@ def instance_norm(
     return SpatialTensor(y.squeeze(2).contiguous(), input.axes)  # as torch's, also of an input in channels_last
 
 
+@rule(torch.instance_norm)
+def _torch_instance_norm(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, momentum: float,
+    eps: float, cudnn_enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    return instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
 @rule(F.layer_norm)
 def layer_norm(
     input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,

@@ -23,6 +23,11 @@ def _fitting(function: Any) -> Any:
     return _Redirect.table.get(function, function) if in_lean() else function
 
 
+def _in_place(names: str) -> str:
+    """The names of what writes into its first argument."""
+    return " ".join(f"{name}_" for name in names.split())
+
+
 def _both(names: str) -> list[Any]:
     """torch.xxx and Tensor.xxx, as far as they exist."""
     found = [getattr(place, name, None) for name in names.split() for place in (torch, Tensor)]
@@ -49,7 +54,7 @@ _SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps
 _SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
 OF_SHAPE = frozenset((
     *map(_getter, _SIZES.split()), *(getattr(Tensor, name) for name in _SIZE_METHODS.split()),
-    torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type,
 ))  # fmt: skip
 """Functions whose answer follows from the shape, dtype and device alone."""
 rules(_on_wrapper, OF_SHAPE)
@@ -60,7 +65,7 @@ def _on_local(function: Any) -> Callable[..., Any]:
 
 
 rules(_on_local, map(_getter, ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr")))
-rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad))
+rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad, *_both("is_conj is_neg")))
 
 
 @rule(_getter("grad"))
@@ -85,8 +90,6 @@ def _requires_grad(x: SpatialTensor, value: bool = True) -> SpatialTensor:
 def _data(x: SpatialTensor) -> Tensor:
     return wrap(x._local.data, x.axes)
 
-
-rules(_on_local, (Tensor.type,))
 
 # A whole tensor, the same for every part.
 rules(_on_local, (Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor))
@@ -118,23 +121,20 @@ _UNARY = (
     "abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal square sin cos tan sinh cosh "
     "tanh asin acos atan sigmoid relu erf erfc erfinv floor ceil round trunc frac sign sgn isnan isinf isfinite "
     "logical_not bitwise_not nan_to_num positive logit deg2rad rad2deg clone detach zeros_like ones_like empty_like "
-    "full_like clamp_min clamp_max clip asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh sinc lgamma "
-    "digamma i0 fix angle signbit isposinf isneginf isreal conj_physical"
+    "full_like asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh sinc lgamma digamma mvlgamma i0 fix "
+    "angle signbit isposinf isneginf isreal conj conj_physical resolve_conj resolve_neg celu selu threshold hardshrink"
 )
 _LOCAL_METHODS = (
-    "double float half bfloat16 bool int long short cpu cuda detach_ relu_ sigmoid_ tanh_ exp_ sqrt_ neg_ abs_ clamp_ "
-    "clamp_min_ clamp_max_ zero_ fill_ __neg__ __abs__ __invert__ square_ rsqrt_ round_ floor_ __pos__ nan_to_num_ "
-    "byte char hardshrink sin_ cos_ tan_ sinh_ cosh_ asin_ acos_ atan_ asinh_ acosh_ atanh_ log_ log2_ log10_ log1p_ "
-    "exp2_ expm1_ erf_ erfc_ reciprocal_ ceil_ trunc_ frac_ sign_ sgn_ negative_ absolute_ logical_not_ bitwise_not_ "
-    "logit_ sinc_"
+    "double float half bfloat16 bool int long short byte char cpu cuda zero_ __neg__ __abs__ __invert__ __pos__"
 )
-_SPECIAL = "expit erf erfc erfcx erfinv exp2 expm1 log1p logit ndtr ndtri log_ndtr entr sinc digamma psi gammaln i0 i0e"
+_SPECIAL = (
+    "expit erf erfc erfcx erfinv exp2 expm1 log1p logit ndtr ndtri log_ndtr entr sinc digamma psi gammaln i0 i0e i1 "
+    "i1e round multigammaln"
+)
 _LOCAL_FUNCTIONS = (
     F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid,
     F.hardtanh, F.softplus, F.softsign, F.tanhshrink, F.hardshrink, F.softshrink, F.logsigmoid, F.threshold,
-    F.sigmoid, F.tanh, _nn.gelu, _nn.softplus, _nn.log_sigmoid, _nn.softshrink, torch.threshold, torch.celu, torch.selu,
-    torch.relu_, F.leaky_relu_, F.elu_, F.hardtanh_, torch.celu_, torch.selu_, F.gelu,
-    torch.hardshrink,
+    F.sigmoid, F.tanh, _nn.gelu, _nn.softplus, _nn.log_sigmoid, _nn.softshrink, F.leaky_relu_, F.elu_, F.hardtanh_,
 )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _unary(function: Any) -> Callable[..., Any]:
     return serve
 
 
-rules(_unary, _both(_UNARY))
+rules(_unary, _both(_UNARY) + _both(_in_place(_UNARY)))
 rules(_unary, (getattr(Tensor, name) for name in _LOCAL_METHODS.split() if hasattr(Tensor, name)))
 rules(_unary, _LOCAL_FUNCTIONS)
 rules(_unary, (_getter("real"), _getter("imag"), torch.real, torch.imag, torch.fake_quantize_per_tensor_affine))
@@ -166,33 +166,35 @@ rules(_unary, (getattr(torch.special, name) for name in _SPECIAL.split()))
 def _cast(function: Any) -> Callable[..., Any]:
     def serve(x: Any, *args: Any, **kwargs: Any) -> Any:
         local = function(local_of(x), *(local_of(a) for a in args), **{k: local_of(v) for k, v in kwargs.items()})
-        return wrap(local, x.axes) if isinstance(x, SpatialTensor) else local
+        return wrap(local, x.axes) if isinstance(x, SpatialTensor) and isinstance(local, Tensor) else local
 
     return serve
 
 
-rules(_cast, (Tensor.to, Tensor.type_as, Tensor.contiguous))
+rules(_cast, (Tensor.to, Tensor.type, Tensor.type_as, Tensor.contiguous))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Functions of several tensors, place by place.
 
+_CLAMPS = "clamp clip clamp_min clamp_max"
 _BINARY = (
+    f"{_CLAMPS} "
     "add sub subtract mul multiply div divide true_divide floor_divide pow maximum minimum fmax fmin atan2 hypot eq ne "
     "lt le gt ge greater less greater_equal less_equal not_equal logical_and logical_or logical_xor remainder fmod "
-    "lerp addcmul addcdiv where masked_fill clamp xlogy rsub heaviside copysign logaddexp float_power bitwise_and "
+    "lerp addcmul addcdiv where masked_fill xlogy rsub heaviside copysign logaddexp float_power bitwise_and "
     "bitwise_or isclose bitwise_xor bitwise_left_shift bitwise_right_shift arctan2 logaddexp2 ldexp nextafter complex "
-    "polar"
+    "polar gcd lcm igamma igammac polygamma"
 )
+_OF_TWO = ("xlogy", "xlog1py", "zeta", "gammainc", "gammaincc")
+"""Of torch.special."""
 _DUNDER = (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
     "__le__ __gt__ __ge__ __and__ __or__ __mod__ __floordiv__ __div__ __rdiv__ __xor__ __rand__ __ror__ __rxor__ "
-    "__lshift__ __rshift__ __rfloordiv__ __rmod__"
+    "__lshift__ __rshift__ __rlshift__ __rrshift__ __rfloordiv__ __rmod__"
 )
 _IN_PLACE = (
-    "add_ sub_ mul_ div_ pow_ lerp_ addcmul_ addcdiv_ masked_fill_ copy_ __iadd__ __isub__ __imul__ __itruediv__ "
-    "maximum_ clamp_ subtract_ multiply_ divide_ true_divide_ floor_divide_ fmod_ remainder_ atan2_ xlogy_ copysign_ "
-    "float_power_ logical_and_ logical_or_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ __iand__ __ior__ "
-    "__ixor__ __imod__ __ifloordiv__ __ipow__"
+    "copy_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__ __ixor__ __imod__ __ifloordiv__ __ipow__ "
+    "__ilshift__ __irshift__"
 )
 
 
@@ -216,16 +218,22 @@ def _methods(names: str) -> list[Any]:
     return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
 
 
-rules(_elementwise, [*_both(_BINARY), *_methods(_DUNDER)])
-rules(functools.partial(_elementwise, in_place=True), _methods(_IN_PLACE))
+rules(_elementwise, [*_both(_BINARY), *_methods(_DUNDER), *(getattr(torch.special, name) for name in _OF_TWO)])
+rules(functools.partial(_elementwise, in_place=True), [*_both(_in_place(_BINARY)), *_methods(_IN_PLACE)])
+BY_PLACE.update((*_both(_CLAMPS), *_both(_in_place(_CLAMPS)), Tensor.fill_))
 
 
-@rule(F.rrelu)
+@rule(F.rrelu, torch.rrelu)
 def _rrelu(x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Tensor:
     if training or not isinstance(x, SpatialTensor):
         raise refuse("rrelu", "in training, it draws random numbers")
     local = F.rrelu(x._local, lower, upper, False, inplace)
     return x if inplace else wrap(local, x.axes)
+
+
+@rule(torch.rrelu_)
+def _rrelu_(x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Tensor:
+    return _rrelu(x, lower, upper, training, True)
 
 
 @rule(F.prelu, torch.prelu, Tensor.prelu)

@@ -37,10 +37,8 @@ def executors_over(x: SpatialTensor, dims: Sequence[int]) -> Executors:
 
 
 @rule(torch.sum, Tensor.sum)
-def total_of(
-    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    dims = dims_of(x, dim if axis is None else axis)
+def total_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = dims_of(x, dim)
     executors = executors_over(x, dims)
     if not executors:
         return wrap(x._local.sum(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
@@ -51,12 +49,11 @@ def total_of(
 
 
 @rule(torch.mean, Tensor.mean)
-def mean_of(
-    x: Any, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    dims = dims_of(x, dim if axis is None else axis)
+def mean_of(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = dims_of(x, dim)
     executors = executors_over(x, dims)
-    if not executors or not (dtype or x.dtype).is_floating_point:  # or torch's error
+    kind = dtype or x.dtype
+    if not executors or not (kind.is_floating_point or kind.is_complex):  # or torch's error
         return wrap(x._local.mean(dims, keepdim, dtype=dtype), remaining_axes(x, dims, keepdim))
     count = math.prod(x.size(d) for d in dims)
     local = x._local.sum(dims, keepdim, dtype=precise(dtype or x.dtype)) / count
@@ -81,21 +78,30 @@ def with_indices(function: Any) -> Callable[..., Any]:
 
 
 rules(with_indices, (torch.argmax, torch.argmin, Tensor.argmax, Tensor.argmin, torch.logsumexp, Tensor.logsumexp,
-                  torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
+                  torch.special.logsumexp, torch.prod, Tensor.prod, torch.median, Tensor.median))  # fmt: skip
 
 
 @rule(torch.any, Tensor.any)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _truth(x, _found(x, x._local != 0, dim, keepdim))
+
+
+def _found(x: SpatialTensor, there: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    """Whether any is true of all parts."""
     dims = dims_of(x, dim)
     executors = executors_over(x, dims)
-    found = (x._local != 0).sum(dims, keepdim)
-    return wrap((all_sum(found, executors) if executors else found) > 0, remaining_axes(x, dims, keepdim))
+    number = there.sum(dims, keepdim)
+    return wrap((all_sum(number, executors) if executors else number) > 0, remaining_axes(x, dims, keepdim))
+
+
+def _truth(x: Tensor, found: Tensor) -> Tensor:
+    """As torch has it: of bytes it is one of them."""
+    return found.byte() if x.dtype == torch.uint8 else found
 
 
 @rule(torch.all, Tensor.all)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Tensor:
-    found: Any = _any(wrap(x._local == 0, x.axes), dim, keepdim)
-    return ~found
+    return _truth(x, ~_found(x, x._local == 0, dim, keepdim))
 
 
 @rule(torch.var, Tensor.var)
@@ -105,16 +111,19 @@ def variance_of(
     """Of deviations from the mean of all parts."""
     if isinstance(dim, bool):  # var(unbiased)
         dim, unbiased = None, dim
+    if x.is_complex():
+        raise refuse("var", "of complex numbers")
     dims = dims_of(x, dim)
     count = math.prod(x.size(d) for d in dims)
-    away: Any = x - mean_of(x, dims, keepdim=True)
+    values = x.to(precise(x.dtype))
+    away: Any = values - mean_of(values, dims, keepdim=True)
     less = (1 if unbiased else 0) if correction is None else correction
-    return total_of(away * away, dims, keepdim) / (count - less)
+    return (total_of(away * away, dims, keepdim) / (count - less)).to(x.dtype)
 
 
 @rule(torch.std, Tensor.std)
 def _std(x: Any, *args: Any, **kwargs: Any) -> Tensor:
-    return variance_of(x, *args, **kwargs).sqrt()
+    return variance_of(x.to(precise(x.dtype)), *args, **kwargs).sqrt().to(x.dtype)
 
 
 @rule(torch.var_mean)
@@ -126,8 +135,8 @@ def _var_mean(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> tuple[T
 
 @rule(torch.std_mean)
 def _std_mean(input: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(input, *args, **kwargs)
-    return var.sqrt(), mean
+    var, mean = _var_mean(input.to(precise(input.dtype)), *args, **kwargs)
+    return var.sqrt().to(input.dtype), mean.to(input.dtype)
 
 
 def _ordered(function: Any, place: int) -> Callable[..., Any]:
@@ -152,7 +161,9 @@ def _norm(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: 
     p = kwargs.pop("ord", p)
     if p not in (2, 2.0, "fro", None) or kwargs.get("dtype") is not None:
         raise refuse("norm", "of another order than 2")
-    return total_of(x * x, dim, keepdim).sqrt()
+    x = x.abs() if x.is_complex() else x
+    values = x.to(precise(x.dtype))  # the square of half precision may be infinite
+    return total_of(values * values, dim, keepdim).sqrt().to(x.dtype)
 
 
 def _over_uncut(function: Any) -> Callable[..., Any]:
@@ -165,7 +176,8 @@ def _over_uncut(function: Any) -> Callable[..., Any]:
 
 
 rules(_over_uncut, (F.softmax, F.log_softmax, F.softmin, torch.softmax, torch.log_softmax, Tensor.softmax,
-                  Tensor.log_softmax, torch.cumsum, Tensor.cumsum))  # fmt: skip
+                  Tensor.log_softmax, torch.special.softmax, torch.special.log_softmax, torch.cumsum,
+                  Tensor.cumsum))  # fmt: skip
 
 
 @rule(F.cosine_similarity)
@@ -212,6 +224,8 @@ def _loss(function: Any) -> Callable[..., Any]:
             return each
         if reduction == "sum":
             return total_of(each)
+        if function is F.kl_div and reduction == "batchmean":
+            return total_of(each) / input.size(0)
         if function in (F.mse_loss, F.l1_loss) and kwargs.get("weight") is not None:  # by their sum
             weights = wrap(kwargs["weight"].expand_as(local_of(each)), axes)
             return total_of(each) / total_of(weights)
@@ -221,7 +235,7 @@ def _loss(function: Any) -> Callable[..., Any]:
 
 
 rules(_loss, (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-                  F.binary_cross_entropy_with_logits))  # fmt: skip
+                  F.binary_cross_entropy_with_logits, F.kl_div))  # fmt: skip
 
 
 @rule(F.cross_entropy)

@@ -19,12 +19,12 @@ from .parts import precise
 from .pools import adaptive_avg_pool
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import SIZES, Window, check_image, reading, scaled_axis
+from .windows import SIZES, Window, check_image, picking, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
 
-@rule(F.pad, torch.constant_pad_nd, _nn.pad)
+@rule(F.pad, _nn.pad)
 def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     if not isinstance(input, SpatialTensor):
         raise refuse("pad", "its input is a plain tensor")
@@ -37,16 +37,31 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
         before, after = rest[place : place + 2]
         rest[place : place + 2] = [0, 0]
         size = axis.size + before + after
-        if mode != "constant" and (max(before, after) > axis.size - (mode == "reflect") and mode != "replicate"):
+        left = axis.size + (min(before, 0) + min(after, 0) if mode == "circular" else 0)
+        if mode != "constant" and (max(before, after) > left - (mode == "reflect") and mode != "replicate"):
             raise RuntimeError(f"pad: expected padding of {axis.name} to be under its size {axis.size}, got {pad}")
         if size < 1:
             raise RuntimeError(f"pad: expected an output of at least 1 along {axis.name}, got {size}")
         axes[d] = Window(1, before=before).small_axis("pad", axis, size)
         reads = [(a - before, b - before) for a, b in axes[d].ranges()]
-        local = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
+        if left < axis.size:
+            local = picking(local, d, axis, [_wrapped(one, max(-before, 0), left) for one in reads])
+        else:
+            local = reading(local, d, axis, reads, name, value or 0.0, fresh=False)
     if any(rest):
         local = functional.pad(local, rest, mode, value)
     return wrap(local, axes)
+
+
+@rule(torch.constant_pad_nd)
+def _constant_pad(input: Any, sizes: Sequence[int], value: float = 0) -> Tensor:
+    return pad(input, sizes, value=value)
+
+
+def _wrapped(read: Range, begin: int, left: int) -> list[Range]:
+    """Of circular padding of an image that is cropped to `left` coordinates from `begin` on: those that stand there."""
+    turns = (begin - left, begin, begin + left)
+    return [(max(read[0], turn) - turn + begin, min(read[1], turn + left) - turn + begin) for turn in turns]
 
 
 @rule(F.pixel_shuffle, torch.pixel_shuffle)
@@ -149,6 +164,8 @@ def interpolate(
     local, first = check_image("interpolate", input, dims)
     if antialias or mode not in ("nearest", "nearest-exact", "area", *_MODES[dims]):
         raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''} of (N, C, {SIZES[dims]})")
+    if not (input.is_floating_point() or mode.startswith("nearest")):
+        raise refuse("interpolate", f"mode {mode!r} of {input.dtype}")
     whole = list(input.shape[2:])
     sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute_scale_factor)
     if mode == "area":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .axis import Axes
 from .joins import repeated
@@ -43,9 +44,11 @@ def _unbind(x: Any, dim: int = 0) -> Any:
     return tuple(wrap(part, remaining_axes(x, [dim], False)) for part in x._local.unbind(dim))
 
 
-@rule(torch.narrow, Tensor.narrow)
-def _narrow(x: Any, dim: int, start: int, length: int) -> Tensor:
-    start = int(start) + (x.size(dim) if start < 0 else 0)
+@rule(torch.narrow, Tensor.narrow, torch.narrow_copy, Tensor.narrow_copy)
+def _narrow(x: Any, dim: int, start: Any, length: int) -> Tensor:
+    with _disable_current_modes():  # a tensor's number is there even where x has a shape alone
+        start = int(start)
+    start += x.size(dim) if start < 0 else 0
     return _slice(x, dim % x.dim(), start, start + int(length))
 
 
@@ -97,6 +100,8 @@ def _getitem(x: Any, index: Any) -> Any:
     if not isinstance(x, SpatialTensor):
         raise refuse("indexing", "a plain tensor by a SpatialTensor")
     entries = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(e, bool) for e in entries):
+        raise refuse("indexing", "by a truth value")
     if any(isinstance(e, (Tensor, list)) for e in entries):
         return _picked(x, entries)
     given = len([e for e in entries if e is not None and e is not Ellipsis])
@@ -157,7 +162,8 @@ set_item.__name__ = "__setitem__"
 def _set_item(x: Any, index: Any, value: Any) -> Any:
     """Along dimensions that are not cut. Writes into the local tensor."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(x, SpatialTensor) or any(not isinstance(e, (int, slice, type(...))) for e in entries):
+    known = all(isinstance(e, (int, slice, type(...))) and not isinstance(e, bool) for e in entries)
+    if not isinstance(x, SpatialTensor) or not known:
         raise refuse("__setitem__", "it takes a SpatialTensor, numbers and slices")
     if Ellipsis in entries:
         place = entries.index(Ellipsis)
@@ -183,13 +189,14 @@ def _unsqueeze(x: Any, dim: int) -> Tensor:
 
 @rule(torch.squeeze, Tensor.squeeze)
 def _squeeze(x: Any, dim: Any = None) -> Tensor:
-    dims = [d for d in dims_of(x, dim) if x.size(d) == 1 and d not in x.axes]
+    given = [] if dim in ((), []) else dims_of(x, dim)
+    dims = [d for d in given if x.size(d) == 1 and d not in x.axes]
     return wrap(x._local.squeeze(dims), remaining_axes(x, dims, False))
 
 
 @rule(torch.permute, Tensor.permute)
-def _permute(x: Any, *dims: Any) -> Tensor:
-    order = [d % x.dim() for d in (dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)]
+def _permute(x: Any, dims: Sequence[int]) -> Tensor:
+    order = [d % x.dim() for d in dims]
     return wrap(x._local.permute(order), {order.index(d): axis for d, axis in x.axes.items()})
 
 
@@ -203,6 +210,16 @@ def _transpose(x: Any, dim0: int, dim1: int) -> Tensor:
 @rule(getattr(Tensor, "mT").__get__)  # noqa: B009
 def _matrix_transposed(x: Any) -> Tensor:
     return _transpose(x, -2, -1)
+
+
+@rule(torch.adjoint, Tensor.adjoint, getattr(Tensor, "mH").__get__)  # noqa: B009
+def _adjoint(x: Any) -> Tensor:
+    return _transpose(x, -2, -1).conj()
+
+
+@rule(getattr(Tensor, "T").__get__)  # noqa: B009
+def _transposed(x: Any) -> Tensor:
+    return _permute(x, list(reversed(range(x.dim()))))
 
 
 @rule(torch.movedim, Tensor.movedim, torch.moveaxis, Tensor.moveaxis)
@@ -254,10 +271,10 @@ def _place_of(x: SpatialTensor, dim: int, sizes: Sequence[int]) -> int | None:
 
 
 @rule(Tensor.view)
-def _view(x: Any, *shape: Any) -> Tensor:
-    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+def _view(x: Any, size: Any) -> Tensor:
+    if isinstance(size, torch.dtype):
         raise refuse("view", "as another dtype")
-    return _reshaped("view", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    return _reshaped("view", x, size)
 
 
 @rule(Tensor.view_as, Tensor.reshape_as)
@@ -268,8 +285,8 @@ def _view_as(x: Any, other: Any) -> Tensor:
 
 
 @rule(torch.reshape, Tensor.reshape)
-def _reshape(x: Any, *shape: Any) -> Tensor:
-    return _reshaped("reshape", x, shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+def _reshape(x: Any, shape: Sequence[int]) -> Tensor:
+    return _reshaped("reshape", x, shape)
 
 
 @rule(torch.flatten, Tensor.flatten, torch.ravel, Tensor.ravel)
@@ -299,8 +316,8 @@ def _view_as_real(x: Any) -> Tensor:
 
 
 @rule(Tensor.expand, torch.broadcast_to, Tensor.broadcast_to)
-def _expand(x: Any, *shape: Any) -> Tensor:
-    sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+def _expand(x: Any, size: Sequence[int], implicit: bool = False) -> Tensor:
+    sizes = list(size)
     more = len(sizes) - x.dim()
     for d, axis in x.axes.items():
         if axis.size == 1 and sizes[d + more] > 1:
@@ -325,11 +342,20 @@ def _roll(x: Any, shifts: Any, dims: Any = None) -> Tensor:
 
 
 @rule(torch.flip, Tensor.flip)
-def _flip(x: Any, *dims: Any) -> Tensor:
-    given = dims_of(x, dims[0] if len(dims) == 1 else dims)
-    if any(d in x.axes for d in given):
+def _flip(x: Any, dims: Any) -> Tensor:
+    if any(d % x.dim() in x.axes for d in ([dims] if isinstance(dims, int) else dims)):
         raise refuse("flip", "its dimension is cut")
-    return wrap(x._local.flip(given), x.axes)
+    return wrap(x._local.flip(dims), x.axes)
+
+
+@rule(torch.fliplr, Tensor.fliplr)
+def _fliplr(x: Any) -> Tensor:
+    return _flip(x, 1)
+
+
+@rule(torch.flipud, Tensor.flipud)
+def _flipud(x: Any) -> Tensor:
+    return _flip(x, 0)
 
 
 @rule(torch.channel_shuffle, F.channel_shuffle)

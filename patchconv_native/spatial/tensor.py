@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .axis import Axes
+from .forms import in_form
 from .rules import RULES, NotServed, name_of, refuse
 
 
@@ -101,9 +102,10 @@ def _served(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     serve = RULES.get(function)
     if serve is None:
         raise refuse(name_of(function), "it has no rule here")
+    args, kwargs = in_form(function, tuple(args), kwargs)
     if kwargs.get("out") is not None:
         raise refuse(name_of(function), "`out` cannot be given")
-    for value in args:
+    for value in tree_leaves((args, kwargs)):
         if isinstance(value, SpatialTensor):
             check_history(name_of(function), value)
     return serve(*args, **kwargs)

@@ -67,4 +67,4 @@ class AtOnce:
         with graph.mode, torch.no_grad(), counted:
             run_between(run, 0, last, done)
         copies = sum(count * bytes_of(graph, v) for v, count in self._wishes.outside.inputs.items())
-        return most[0] + copies, most[1]
+        return most[0] + copies + graph.made, most[1]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..spatial import SpatialTensor
+from ..spatial.layout import layout
 from .kinds import Kinds, Region, axes_at, rows_lie_together
 from .reach import Reach
 from .record import Call, Graph
@@ -103,6 +105,15 @@ def _cuts(graph: Graph, kinds: Kinds, call: Call, region: Region) -> dict[str, t
     }
 
 
+def _laid_out(made: Any, fake: Tensor) -> Any:
+    """A result in NCHW where the whole call's is. Of one image in channels_last whose strides step to the next one by
+    less than an image, torch makes NCHW; of a strip, whose strides are the usual ones, channels_last.
+    """
+    if not isinstance(made, SpatialTensor) or not fake.is_contiguous() or layout(made._local) == layout(fake):
+        return made
+    return SpatialTensor(made._local.contiguous(), made.axes)
+
+
 def run_chain(
     graph: Graph, kinds: Kinds, step: Step, region: Region, cut: dict[int, Tensor], reads: dict[int, Region],
     whole: Callable[[int], Tensor], answers: Callable[[int], Sequence[Tensor]],
@@ -144,4 +155,6 @@ def run_chain(
         del local
         results = run_part(call, asked, given)
         given.clear()
+        for at, v in enumerate(call.outputs):
+            results[at] = _laid_out(results[at], graph.fakes[v])
     return results

@@ -251,13 +251,13 @@ class Planner:
         return {v for v, when in self.gathered.items() if last.get(v, -1) >= when[0]}
 
     def _whole_bytes(self, when: Time, last: dict[int, Time]) -> int:
-        """Of the whole values that are there at a time. Views share their memory."""
+        """Of the whole values that are there at a time, and of constants. Views share their memory."""
         there: dict[int, int] = {}
         for v, end in last.items():
             if v not in self.kinds.dims and (self.kinds.level[v], self._made[v]) < when <= end:
                 memory = self.graph.fakes[v].untyped_storage()
                 there[memory._cdata] = memory.nbytes()
-        return sum(there.values())
+        return sum(there.values()) + self.graph.made
 
     def where(self, stored: set[int], choice: Choice) -> str:
         """The call during which the most is needed."""

@@ -22,7 +22,7 @@ from ..spatial.norms import TRACKING
 from .backward import Backward
 from .calls import Progress, computed
 from .plan import TilePlan
-from .record import Graph
+from .record import Graph, is_differentiable
 from .rows import Rows
 from .run import Run
 from .stores import Store
@@ -51,7 +51,7 @@ def find_needs(graph: Graph, images: Sequence[Any]) -> None:
         own = any(constant.requires_grad for constant in call.constants)
         asked = asked or own
         if call.history and call.name not in _DETACH and (own or not needs.isdisjoint(call.inputs)):
-            needs.update(v for v in call.outputs if graph.fakes[v].dtype.is_floating_point)
+            needs.update(v for v in call.outputs if is_differentiable(graph.fakes[v]))
     graph.needs = needs if asked else set()
 
 

@@ -32,7 +32,12 @@ _MIX = (
     "aminmax count_nonzero logcumsumexp renorm dist pairwise_distance diff trapezoid tensordot inner cross bucketize "
     "searchsorted broadcast_tensors kl_div stft istft affine_grid_generator grid_sampler linalg_norm "
     "linalg_matrix_norm linalg_cross linalg_vecdot linalg_inv linalg_det linalg_solve linalg_svd linalg_qr linalg_eigh "
-    "linalg_cholesky t histc"
+    "linalg_cholesky t histc msort cumsum_ cumprod_ cumulative_trapezoid column_stack block_diag kron "
+    "pdist put_ slice_scatter select_scatter diagonal_scatter mv dot vdot bilinear embedding_bag isin frexp vander "
+    "nll_loss poisson_nll_loss soft_margin_loss multi_margin_loss multilabel_soft_margin_loss hsplit vsplit dsplit "
+    "hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss "
+    "triplet_margin_with_distance_loss upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
 )
 _of_c: Any = torch._C
 ON_WHOLE = {

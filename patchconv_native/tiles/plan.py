@@ -16,6 +16,9 @@ from .reach import Reach
 from .record import Graph
 from .sweeps import Sweep, bytes_of
 
+RECORDING = 8 * 1024
+"""Bytes that planning itself takes for a while: the state of torch's random generator."""
+
 
 @dataclass
 class TilePlan:
@@ -51,7 +54,7 @@ class TilePlan:
     @property
     def needs(self) -> int:
         """Bytes of budget that this plan fits."""
-        return least_budget(self.peak, self.margin) + self.result
+        return max(least_budget(self.peak, self.margin) + self.result, RECORDING)
 
     @property
     def at_once(self) -> bool:

@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
+from ..spatial.forms import in_form
 from ..spatial.pointwise import BY_PLACE, OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
-from .state import Held, modules_of, objects
-from .watch import ON_PIXELS, Undo, random_state, without_tracebacks, writes_first
+from .state import Held, modules_of, objects, reached
+from .watch import ON_PIXELS, RandomStates, Undo, without_tracebacks, writes_first
 
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
@@ -86,7 +87,7 @@ class Call:
     def by_place(self) -> bool:
         """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
         norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
-        return (norm or self.function in BY_PLACE) and len(self.inputs) == 1
+        return (norm or (self.function in BY_PLACE and not self.constants)) and len(self.inputs) == 1
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -112,6 +113,10 @@ class Graph:
     """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
     fed: list[Tensor] = field(default_factory=list)
     """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
+    made: int = 0
+    """Bytes of the constants that were not there before, and of casts that autocast keeps. They are there during the
+    whole call.
+    """
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     needs: set[int] = field(default_factory=set)
@@ -138,6 +143,10 @@ def refs(values: Any) -> list[int]:
     return [leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Ref)]
 
 
+def is_differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 class Recorded(Tensor):
     """A value with a shape and no data, while a module is recorded."""
 
@@ -150,7 +159,7 @@ class Recorded(Tensor):
     def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
         self = Tensor._make_wrapper_subclass(
             cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device,
-            requires_grad=recorder.gradients and fake.dtype.is_floating_point,
+            requires_grad=recorder.gradients and is_differentiable(fake),
         )  # fmt: skip
         self._recorder, self._fake, self._index, self._lost = recorder, fake, index, ""
         return self
@@ -234,6 +243,8 @@ class Recorder:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = set_item if function is _tensor.__setitem__ else function
         name = name_of(function)
+        asked = args, kwargs
+        args, kwargs = in_form(function, args, kwargs)
         self.check_there(name, (args, kwargs))
         if function in _ANSWERS:
             return _ANSWERS[function]
@@ -241,6 +252,7 @@ class Recorder:
             raise self.refuse(name, "what the module does next would depend on the values of pixels")
         if function in _CASTS and len(args) > 1 and isinstance(args[1], Recorded):
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
+            asked = args, kwargs
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
         if function in _LIKE and args and isinstance(args[0], Recorded):
@@ -249,12 +261,12 @@ class Recorder:
             return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
-        given = tree_map_only(Recorded, lambda value: value._fake, (args, kwargs))
+        given = tree_map_only(Recorded, lambda value: value._fake, asked)  # as it was asked: errors are torch's
         try:
             numbers = seeded(function, *args, **kwargs) if function in DROPOUTS else None
             if numbers is not None:
-                x = args[0] if args else kwargs["input"]
-                return self.call(dropout_by_seed, (x, self.call(draw_seed, (x.device,), {})), numbers)
+                seed = self.call(draw_seed, (args[0].device,), {})
+                return self.call(dropout_by_seed, (args[0], seed), numbers)
             with torch._C.DisableTorchFunctionSubclass(), self.graph.mode, torch.no_grad():
                 found = function(*given[0], **given[1])
         except NotServed:
@@ -271,7 +283,7 @@ class Recorder:
 
     def _write_down(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
         writes = writes_first(function, kwargs)
-        first = args[0] if args else kwargs.get("input")
+        first = args[0] if args else None
         if writes and not isinstance(first, Recorded):
             raise self.refuse(name_of(function), "it writes into a tensor that was there before the call")
         known = {id(leaf._fake): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)}
@@ -334,11 +346,24 @@ def autocast_of(device: str) -> Autocast:
     )  # fmt: skip
 
 
+def _kept_casts(graph: Graph, device: torch.device) -> int:
+    """Bytes of the casts of parameters that the caller's autocast keeps until its block ends."""
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return 0
+    found = {}
+    for call in graph.calls:
+        _, dtype, enabled, keeps = call.autocast
+        if enabled and keeps and any(graph.fakes[v].dtype == dtype for v in call.outputs):
+            weights = (t for t in call.constants if t.requires_grad and t.is_leaf and t.dtype == torch.float32)
+            found.update({(id(t), dtype): t.numel() * dtype.itemsize for t in weights})
+    return sum(found.values())
+
+
 def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
         return value  # the same object
-    return tree_map_only(Recorded, lambda one: Ref(one._index), value)
+    return tree_map_only(Recorded, lambda one: Ref(one._index), value, lambda one: isinstance(one, torch.Size))
 
 
 def _check_taken_apart(found: Any) -> None:
@@ -365,8 +390,8 @@ def record(
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     recorder = Recorder(names, torch.is_grad_enabled())
     graph = recorder.graph
-    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
-    state = random_state(device)
+    owners = [*parts, *others, *(one for part in parts for one in objects([*vars(part).values()]))]
+    held, undo, states = Held(owners), Undo(), RandomStates(device, reached(module, owners))
     values = []
     for shape, dtype, strides in images:
         with graph.mode:
@@ -375,7 +400,7 @@ def record(
         graph.inputs.append(values[-1]._index)
     try:
         with (
-            undo,
+            undo.watching(),
             recorder.running(),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
@@ -388,18 +413,18 @@ def record(
         graph.kept = [(one, {key: _referred(value) for key, value in change.items()}) for one, change in changes]
     except BaseException:
         undo.undo()
+        states.put_back()
         raise
     finally:
         held.put_back()
-    drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
     graph.fed = list(undo.fed.values())
-    graph.repeatable = not undo.before and not drew and not graph.kept
+    graph.made = sum(undo.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
+    graph.made += _kept_casts(graph, device)
+    graph.repeatable = not undo.wrote and not states.moved and not graph.kept
 
     def take_back() -> None:
         undo.undo()
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1], device)
+        states.put_back()
 
     del found, changes
     values.clear()

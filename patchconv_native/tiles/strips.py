@@ -163,10 +163,11 @@ class _Along:
 def under(call: Call) -> Iterator[None]:
     """As the module made the call: under its autocast, and without gradients where it was without them."""
     device, dtype, enabled, cache = call.autocast
+    cache = cache and torch.is_autocast_cache_enabled()  # fakes keep none
     with contextlib.ExitStack() as stack:
         if not call.history and torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
-        if call.autocast != autocast_of(device):
+        if (device, dtype, enabled, cache) != autocast_of(device):
             stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
         yield
 
@@ -176,8 +177,10 @@ def with_values(arguments: Any, given: Callable[[int], Any]) -> Any:
     kind = type(arguments)
     if kind is Ref:
         return given(arguments.index)
-    if kind in (tuple, list):
-        return kind([with_values(one, given) for one in arguments])
+    if kind is list:
+        return [with_values(one, given) for one in arguments]
+    if isinstance(arguments, tuple) and kind is not torch.Size:  # one with names too, such as a result of max
+        return tuple([with_values(one, given) for one in arguments])
     if kind is dict:
         return {key: with_values(one, given) for key, one in arguments.items()}
     return arguments

@@ -333,7 +333,7 @@ def _returned(graph: Graph, arguments: Arguments, found: dict[int, Any], images:
         return out
 
     def given(values: Any) -> Any:
-        return tree_map_only(Ref, value, values, is_leaf=lambda leaf: isinstance(leaf, Ref))
+        return tree_map_only(Ref, value, values, is_leaf=lambda leaf: isinstance(leaf, (Ref, torch.Size)))
 
     result = given(graph.result)
     arguments.change(given(graph.changed))

@@ -23,6 +23,7 @@ import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.planner.margin import MARGIN, least_budget
 from patchconv_native.tiles import tiling
+from patchconv_native.tiles.plan import RECORDING
 
 ON_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Where oneDNN's workspace is known."""
@@ -133,17 +134,86 @@ def test_random_networks(seed: int) -> None:
         lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.var((2, 3), keepdim=True) + 1e-5).sqrt(),
         lambda x: torch.cat(torch.var_mean(x, (2, 3))),
         lambda x: x.std((1, 2, 3)),
+        lambda x: x.amax((2, 3)),
+        lambda x: x.mean(),
+        lambda x: (x > 0).sum((2, 3)),
+        lambda x: F.group_norm(x, 2).bfloat16().mean((2, 3)),
     ],
-    ids=["normalized", "var_mean", "std"],
+    ids=["normalized", "var_mean", "std", "amax", "mean", "counts", "half"],
+)
+@pytest.mark.parametrize("shape", [(1, 4, 200, 100), (2, 128, 60, 8)])
+@torch.no_grad()
+def test_numbers_of_the_image_count(call, shape):
+    """A variance asks for the mean, and then for squares, which take a copy of the strip; sums of another dtype copy it
+    too. The call itself runs on a row that is made up.
+    """
+    x = structured(shape)
+    for tile in (1, 20):
+        budget, found = pc.tile_plan(call, x, tile=tile).needs, []
+        peak = allocated_peak(lambda tile=tile, found=found: found.append(pc.tile(call, x, tile=tile)))
+        assert peak - found[0].nbytes <= budget
+        torch.testing.assert_close(found[0], call(x))
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor([[[0.9, 0.2, 0.1], [-0.2, 0.9, 0.0]]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grid_sample(x, F.affine_grid(self.by, [1, *x.shape[1:]], align_corners=False), align_corners=False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.tanh() + torch.linspace(0, 1, x[0].numel()).view(x[:1].shape),
+        Turned(),
+        lambda x: F.unfold(x, 3, padding=1),
+        lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1),
+    ],
+    ids=["constant", "of a parameter", "unfold", "fold"],
 )
 @torch.no_grad()
-def test_the_second_of_two_numbers_of_the_image_counts(call):
-    """A variance asks for the mean, and then for squares, which take a copy of the strip."""
-    x = structured((1, 4, 200, 100))
-    budget = max(pc.tile_plan(call, x, tile=20).needs, 32 * 1024)  # what is a few numbers a strip has no margin below
-    found = []
-    assert allocated_peak(lambda: found.append(pc.tile(call, x, tile=20))) - found[0].nbytes <= budget
+def test_what_is_made_besides_values_counts(call: Callable[[Tensor], Tensor]) -> None:
+    """Constants that the module makes are there during the whole call; im2col and col2im begin with a copy."""
+    x = structured((1, 4, 150, 100)).float()
+    budget, found = least(call, x), []  # type: ignore[arg-type]
+    assert allocated_peak(lambda: found.append(pc.tile(call, x, budget=budget))) - found[0].nbytes <= budget
     torch.testing.assert_close(found[0], call(x))
+
+
+class AfterTokens(nn.Module):
+    """Behind tokens of one image, torch's channels_last has strides that step to the next image by one channel. Of
+    these a group norm makes NCHW.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm, self.conv = nn.Linear(64, 64), nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape) + x
+        return self.conv(F.interpolate(F.silu(self.norm(x)), scale_factor=2))
+
+
+@torch.no_grad()
+def test_strips_lie_in_memory_as_planned() -> None:
+    model, x, found = AfterTokens().double(), structured((1, 64, 8, 6)), []
+    budget = least(model, x)
+    assert allocated_peak(lambda: found.append(pc.tile(model, x, budget=budget))) - found[0].nbytes <= budget
+    torch.testing.assert_close(found[0], model(x), rtol=1e-9, atol=1e-9)
+    assert found[0].stride() == model(x).stride()
+
+
+@pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
+@torch.no_grad()
+def test_casts_that_autocast_keeps_count() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), *(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6)))
+    x, found = structured((1, 3, 40, 16)).float(), []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        budget = least(net, x)
+        assert allocated_peak(lambda: found.append(pc.tile(net, x, budget=budget))) - found[0].nbytes <= budget
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,7 +282,7 @@ def test_a_budget_that_one_call_keeps_is_not_refused(name: str) -> None:
     model, x = make().eval(), torch.randn(shape)
     images = [x.clone() for _ in range(2)]
     stock, want = above(lambda: model(images[0]), images[0])
-    budget = least_budget(stock, MARGIN["cpu"])
+    budget = max(least_budget(stock, MARGIN["cpu"]), RECORDING)
     assert least(model, x) <= budget
     peak, got = above(lambda: pc.tile(model, images[1], budget=budget), images[1])
     assert peak <= budget and torch.equal(images[1], x)

@@ -42,7 +42,7 @@ def written(x: Tensor) -> Tensor:
 BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "masks": masks,
     "bits": lambda x: (whole_numbers(x) ^ 3) << 1 | whole_numbers(x).bitwise_xor(1),
-    "bytes": lambda x: ((x * 10).byte(), (x * 10).char()),
+    "small numbers": lambda x: ((x * 10).byte(), (x * 10).char()),
     "numbers before": lambda x: 7 // (x.abs() + 1) + 7 % (x.abs() + 1),
     "inverse functions": lambda x: x.asinh() + torch.arctan(x).sinc(),
     "special functions": lambda x: torch.special.expit(x) + torch.special.erf(x),
@@ -57,7 +57,22 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "expanded": lambda x: (x[:, :1].broadcast_to(x.shape), x[:, :1].expand(-1, 3, -1, -1)),
     "moved": lambda x: (x.movedim((1, 2), (-1, 0)), torch.moveaxis(x, 1, -1).swapdims(0, 1) * 2, x.mT + 1),
     "pieces": lambda x: (*x.tensor_split(2, 1), *x.unsafe_chunk(2, 1), *x.split_with_sizes((1, 3), 1)),
+    "wrapped around what is left": lambda x: [
+        F.pad(x, pad, mode="circular") for pad in ((3, -2, -1, 5), (-4, 1, 2, -3), (-1, -2, -2, -1), (-5, 13, -8, 15))
+    ],
     "noise": lambda x: x + torch.randn_like(x) * torch.rand_like(x[:, :1]),
+    "divergence of batches": lambda x: F.kl_div(x, x.sigmoid(), reduction="batchmean"),
+    "divergence of logarithms": lambda x: F.kl_div(x, x.sin(), reduction="sum", log_target=True),
+    "types": lambda x: (x.type(torch.float32), x.type("torch.FloatTensor"), x.to(dtype=torch.int32, copy=True)),
+    "types of others": lambda x: (x.to(x.half()), x.to(tensor=x.half(), copy=True), TABLE.float().type_as(x)[0, 0] * x),
+    "written in place": lambda x: (x * 2).arctan_().clip_(min=-1).fmin(x).erfinv_().eq_(0.5),
+    "clamped to another tensor": lambda x: (x * 2).clamp_(max=torch.linspace(-1, 1, 23 * 18).double().view(23, 18)),
+    "named tuples": lambda x: (torch.stack(x.max(1)), torch.cat(x.sort(1))),
+    "bytes": lambda x: (whole_numbers(x).byte().any(1), whole_numbers(x).byte().all()),
+    "squares beyond half precision": lambda x: ((x * 400).half().norm(dim=2), (x * 400).half().std((2, 3))),
+    "a place that is in a tensor": lambda x: x.narrow(2, torch.tensor(1), 5),
+    "turned": lambda x: (x.fliplr(), x.mH, torch.complex(x, x).adjoint().imag),
+    "instances": lambda x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
 }
 # Computed of the whole image at once.
 AT_ONCE: dict[str, Callable[[Tensor], Any]] = {
@@ -70,6 +85,10 @@ AT_ONCE: dict[str, Callable[[Tensor], Any]] = {
     "tensors": lambda x: (torch.tensordot(x, TABLE[:4, :2], ([1], [0])), torch.linalg.norm(x, dim=1)),
     "flat": lambda x: x.ravel() * 2,
     "rows of one image": lambda x: x[0, 0].t(),
+    "a truth value": lambda x: x[True] * 2,
+    "resized bytes": lambda x: F.interpolate((x * 50).abs().byte(), scale_factor=1.5, mode="bilinear"),
+    "complex weights": lambda x: F.conv2d(torch.complex(x, x), torch.ones(3, 4, 3, 3).to(torch.complex128)).abs(),
+    "losses": lambda x: (F.soft_margin_loss(x, x.sign()), F.nll_loss(x, whole_numbers(x[:, 0]) % 4)),
 }
 
 
@@ -88,6 +107,14 @@ def test_a_function(name: str, dim: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
     if name in BY_STRIPS:
         assert "whole" not in str(pc.tile_plan(function, x, tile=3, dim=dim))
+
+
+@torch.no_grad()
+def test_what_is_no_tensor() -> None:
+    x = structured((2, 4, 23, 18))
+    got = pc.tile(lambda x: (x.shape, x.type(), torch.result_type(x, 1.0), x.is_conj(), x + 1), x, tile=3)
+    assert type(got[0]) is torch.Size
+    assert got[:4] == (x.shape, "torch.DoubleTensor", torch.float64, False)
 
 
 @pytest.mark.parametrize("function", [

@@ -247,3 +247,14 @@ def test_of_signals_and_volumes(dims: int) -> None:
     net = lambda: nn.Sequential(made[0](2, 3, 3, padding=1), made[1](3), nn.ReLU(), made[0](3, 2, 3, 2, 1))  # noqa: E731
     for tile in (3, (4,) if dims == 1 else (3, 2, 4)):
         compare(net, images(1, 2, size), tile=tile)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: torch.complex(x, x * 2).exp().abs(),
+    lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=2) * 0.5j, n=x.size(2), dim=2),
+])  # fmt: skip
+def test_gradients_by_way_of_complex_numbers(function: Any) -> None:
+    x = torch.linspace(-2, 1, 2 * 4 * 13 * 6).double().sin().view(2, 4, 13, 6).requires_grad_()
+    (want,) = torch.autograd.grad(function(x).square().sum(), x)
+    (got,) = torch.autograd.grad(pc.tile(function, x, tile=3).square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
