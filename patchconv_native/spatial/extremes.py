@@ -86,13 +86,11 @@ def _added_extreme(x: SpatialTensor, dims: Sequence[int], most: Tensor, number: 
     rounding: one alone is known by its place, and several by about its value.
     """
     found, local = _values_at(x, dims, place), x._local
-    if bool((number > 1).any()):
-        with torch.no_grad():
-            near = (local - most).abs() <= 16 * torch.finfo(local.dtype).eps * most.abs()
-            near |= _is(local, most)
-        tied = torch.where(near, local, 0.0).sum(list(dims), keepdim=True) / number
-        found = torch.where(number > 1, tied.to(local.dtype), found)
-    return found
+    with torch.no_grad():
+        near = (local - most).abs() <= 16 * torch.finfo(local.dtype).eps * most.abs()
+        near |= _is(local, most)
+    tied = torch.where(near, local, 0.0).sum(list(dims), keepdim=True) / number
+    return torch.where(number > 1, tied.to(local.dtype), found)
 
 
 def _is(x: Tensor, value: Tensor) -> Tensor:

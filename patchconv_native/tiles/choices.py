@@ -40,6 +40,12 @@ def largest_value(graph: Graph, kinds: Kinds, sweep: Sweep) -> tuple[int, int]:
     return max(values, key=lambda v: bytes_of(graph, v)), max(graph.fakes[v].size(kinds.dims[v]) for v in values)
 
 
+def result_sizes(graph: Graph, kinds: Kinds) -> list[int]:
+    """Of the results, or of the images where no result is cut, the most coordinates along each axis."""
+    values = [v for v in graph.results if v in kinds.dims] or graph.inputs[:1]
+    return [max(graph.fakes[v].size(one.dims[v]) for v in values) for one in kinds.axes]
+
+
 def fits_a_strip(graph: Graph) -> bool:
     """Whether every value does: then no more than one strip is wanted for speed."""
     return all(bytes_of(graph, v) <= STRIP for v in range(len(graph.fakes)))

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from .._bytes import format_bytes
 from ..planner.margin import least_budget
-from .choices import largest_value
+from .choices import largest_value, result_sizes
 from .kinds import Kinds, Region, Time
 from .outside import Outside
 from .reach import Reach
@@ -90,6 +90,11 @@ class TilePlan:
                 f"bands       {self.sweeps[0].bands}, one after the other, of at most "
                 f"{' x '.join(map(str, across))} columns of the result; what they share is computed again"
             )
+        if self.tiles:
+            tiles = math.prod(math.ceil(1 / share) for share in self.tiles)
+            rows = zip(result_sizes(self.graph, self.kinds), self.tiles, strict=False)
+            size = " x ".join(str(math.ceil(n * share)) for n, share in rows)
+            lines.append(f"backward    {_count(tiles, 'tile')} of at most {size} of the result")
         if self.at_once:
             lines.append("at once     as one call of the module: each value is freed when it is read last")
             return "\n".join(lines)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from ..planner.margin import MARGIN, largest_peak
 from ..planner.plans import BudgetError
 from .at_once import AtOnce
 from .backward_costs import backward_peak
-from .choices import Choice, Learned, Planner
+from .choices import STRIP, Choice, Learned, Planner, result_sizes
 from .kinds import Kinds, kinds_of
 from .plan import Least, TilePlan, Wishes, fits
 from .record import Graph
@@ -24,6 +25,8 @@ from .sweeps import bytes_of
 
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
+TILE = 4 * STRIP
+"""Of the largest value, what a tile of the backward pass has where speed alone counts."""
 MUCH_LESS, LESS = 0.8, 0.99
 """A search for the least asks for these shares of what it has found so far."""
 STILL_LESS = 0.98
@@ -84,7 +87,7 @@ class Strips:
         return None if found is None else self._measured([], *found)
 
     def _of_tiles(self) -> Least:
-        sizes = zip(self._wishes.tile, _result_sizes(self._graph, self.kinds), strict=True)
+        sizes = zip(self._wishes.tile, result_sizes(self._graph, self.kinds), strict=True)
         widths = [Fraction(min(n, size), size) for n, size in sizes]
         planner = self._planner(widths[1:])
         found = chosen(planner, self._room, math.ceil(1 / widths[0]))
@@ -109,8 +112,11 @@ class Strips:
 
     def _tiles(self) -> list[Fraction]:
         """Of the backward pass, as shares of the result."""
-        sizes = _result_sizes(self._graph, self.kinds)
-        return [Fraction(min(n, size), size) for n, size in zip(self._wishes.tile or sizes, sizes, strict=False)]
+        sizes = result_sizes(self._graph, self.kinds)
+        if self._wishes.tile:
+            return [Fraction(min(n, size), size) for n, size in zip(self._wishes.tile, sizes, strict=True)]
+        largest = max(bytes_of(self._graph, v) for v in self.kinds.dims)
+        return [Fraction(1, max(1, min(math.ceil(largest / TILE), sizes[0])))]
 
 
 class Bands(Strips):
@@ -168,23 +174,27 @@ class Graded(Bands):
         self._shares = [whole, *_narrower(graph, self.kinds.axes)]
 
     def fitting(self) -> TilePlan | None:
-        """With as much stored as fits: that of which the backward pass has the largest tiles is not looked for."""
-        room = self._room
+        """With as much stored as fits: stored values and their gradients are both there in the backward pass."""
+        before: set[int] | None = None
         for part in (1, 2, 4, 8):
-            self._room = None if room is None else room // part
-            plan = self._forward()
-            found = None if plan is None else self._with_tiles(plan)
-            if found is not None or room is None:
-                break
-        self._room = room
-        return found
+            plan = self._forward((self._room or 0) // part)
+            if plan is None or plan.stored == before:
+                continue
+            before = plan.stored
+            found = self._with_tiles(plan)
+            if found is not None:
+                return found
+        return self._least[0] if fits(self._least[0]) else None
 
-    def _forward(self) -> TilePlan | None:
-        planner, widths = self._ways[0]
-        stored, choice = chosen(planner, self._room)
-        if self._room is None or max(choice.peaks) <= self._room:
-            return self._measured(widths, stored, choice)[0]
-        return super().fitting()
+    def _forward(self, room: int) -> TilePlan | None:
+        """Of the forward pass, in this many bytes."""
+        before, self._room = self._room, room
+        try:
+            planner, widths = self._ways[0]
+            stored, choice = chosen(planner, room)
+            return self._measured(widths, stored, choice)[0] if max(choice.peaks) <= room else super().fitting()
+        finally:
+            self._room = before
 
     def _with_tiles(self, plan: TilePlan) -> TilePlan | None:
         """With the largest tiles that fit the budget."""
@@ -200,11 +210,22 @@ class Graded(Bands):
         return dataclasses.replace(one, peak=max(plan.peak, backward_peak(one, rough)))
 
     def least(self, below: float) -> Least | None:
-        found = super().least(math.inf)
-        if found is None:
-            return None
-        plan, where = found
-        return self._graded(plan, self._shares[-1]), where
+        return self._least
+
+    @functools.cached_property
+    def _least(self) -> Least:
+        """Of the smallest tiles, with nothing stored where that is possible."""
+        planner, widths = self._ways[0]
+        stored = set(planner.gathered)
+        found = self._measured(widths, stored, planner.choose(stored, None))
+        one = self._graded(found[0], self._shares[-1])
+        if found[0].peak < one.peak:
+            return one, found[1]
+        backward = backward_peak(one)
+        found = self._measured(widths, stored, planner.choose(stored, backward))
+        if found[0].peak > backward:
+            found = super().least(math.inf) or found
+        return self._graded(found[0], self._shares[-1]), found[1]
 
 
 def _narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
@@ -218,12 +239,6 @@ def _narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
         yield [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
         if max(sizes) == 1:
             return
-
-
-def _result_sizes(graph: Graph, kinds: Kinds) -> list[int]:
-    """Of the results, or of the images where no result is cut, the most coordinates along each axis."""
-    values = [v for v in graph.results if v in kinds.dims] or graph.inputs[:1]
-    return [max(graph.fakes[v].size(one.dims[v]) for v in values) for one in kinds.axes]
 
 
 def least(planner: Planner, below: float) -> Found | None:

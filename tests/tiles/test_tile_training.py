@@ -1,0 +1,130 @@
+"""Training steps by `tile` in a budget: the same gradients, and no more memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pairs import FULL
+from support.spatial_chains import structured
+from test_tile_gradients import SMALL, Function, assert_alike, conv, graded, images
+from torch import Tensor, nn
+
+import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
+from patchconv_native.tiles import choices, ways
+
+
+def block(a: int, b: int) -> nn.Sequential:
+    return nn.Sequential(conv(a, b), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+
+
+class Net(nn.Module):
+    """A U-Net of one level, with an upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.up, self.out = block(3, 8), block(8, 16), block(24, 8), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        up = F.interpolate(self.down(F.max_pool2d(first, 2)), scale_factor=2.0, mode="bilinear")
+        return self.out(self.up(torch.cat([first, up], 1)))
+
+
+def loss(net: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(net(x), (x[:, 0] > 0).long())
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "in training": Net,
+    "converted": lambda: pc.convert(Net(), functional=True),
+    "in eval": lambda: Net().eval(),
+    "group norms": lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(2, 8), nn.SiLU(), conv(8, 8, stride=2), conv(8, 3)),
+    "to its loss": lambda: Function(loss, Net()),
+    "a head": lambda: nn.Sequential(block(3, 8), block(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+}
+
+
+def stepped(net: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> tuple[int, Tensor]:
+    """The peak above the result and the gradients, and the result."""
+    for leaf in (x, *net.parameters()):
+        leaf.grad = None
+    with torch.no_grad():
+        grad = torch.ones_like(copy.deepcopy(net)(x))
+    found: list[Tensor] = []
+
+    def step() -> None:
+        found.append(call(x))
+        found[0].backward(grad)
+
+    peak = allocated_peak(step)
+    gradients = sum(leaf.grad.nbytes for leaf in (x, *net.parameters()) if leaf.grad is not None)
+    return peak - gradients - found[0].nbytes, found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [(name, asked) for place, name in enumerate(NETS) for asked in (False, True) if FULL or asked == place % 2],
+)
+def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name](), structured((2, 3, 96, 80)).float().requires_grad_(asked)
+    stock = copy.deepcopy(net)
+    theirs, want = stepped(stock, x, stock)
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    least = refused.value.least
+    assert least < theirs / 2
+    for budget in {least, (least + theirs) // 2} if FULL or name == "in training" else {least}:
+        model = copy.deepcopy(net)
+        peak, got = stepped(model, x, lambda x, model=model, budget=budget: pc.tile(model, x, budget=budget))
+        assert peak <= budget
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert_alike(*([p.grad for p in one.parameters()] for one in (model, stock)), within=1e-3)
+        for a, b in zip(model.buffers(), stock.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", SMALL if FULL else ["squeezed", "attention", "frozen", "in place"])
+def test_gradients_in_a_budget_are_those_of_one_call(name: str) -> None:
+    torch.manual_seed(0)
+    net, given = SMALL[name]().double(), images(1, 2, (26, 19))
+    stock = copy.deepcopy(net)
+    expected = graded(stock, given, stock)
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, given[0], budget=1)
+    assert "backward" in str(refused.value.plan)
+    assert_alike(graded(net, given, lambda x: pc.tile(net, x, budget=refused.value.least)), expected)
+
+
+def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More, and smaller ones, in less; without a budget, by the size of the largest value."""
+    net, x = Net(), torch.randn(1, 3, 128, 128)
+
+    def tiles(**more: Any) -> int:
+        shares = pc.tile_plan(net, x, **more).tiles
+        return round(1 / float(shares[0])) * (round(1 / float(shares[1])) if len(shares) > 1 else 1)
+
+    assert tiles(budget="1GiB") == 1
+    assert 1 < tiles(budget="4MiB") < tiles(budget="1MiB")
+    assert tiles() == 1
+    monkeypatch.setattr(ways, "TILE", 2**18)
+    assert tiles() == 128 * 128 * 24 * 4 / 2**18
+    monkeypatch.setattr(choices, "STRIP", 2**16)
+    assert tiles() == 128 * 128 * 24 * 4 / 2**18
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_stored_values_in_files_are_not_in_the_budget(folder: bool, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    net, x = Net(), structured((1, 3, 96, 80)).float()
+    where: dict[str, Any] = {"store": tmp_path} if folder else {}
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1, **where)
+    peak, _ = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least, **where))
+    assert peak <= refused.value.least and not list(tmp_path.iterdir())
