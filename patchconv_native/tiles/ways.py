@@ -23,6 +23,8 @@ from .plan import Least, TilePlan, Wishes, fits
 from .record import Graph
 from .sweeps import bytes_of
 
+MARGIN_OF_BACKWARD = 0.10
+"""In place of planner.margin's: what libraries take in a backward pass is known less well."""
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
 TILE = 4 * STRIP
@@ -170,6 +172,8 @@ class Graded(Bands):
 
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
         super().__init__(graph, dims, wishes)
+        if self._room is not None:
+            self._room = largest_peak(wishes.budget or 0, MARGIN_OF_BACKWARD)
         whole = [Fraction(1)] * len(self.kinds.axes)
         self._shares = [whole, *_narrower(graph, self.kinds.axes)]
 
@@ -206,7 +210,7 @@ class Graded(Bands):
         return None
 
     def _graded(self, plan: TilePlan, shares: list[Fraction], rough: bool = False) -> TilePlan:
-        one = dataclasses.replace(plan, tiles=shares)
+        one = dataclasses.replace(plan, tiles=shares, margin=max(plan.margin, MARGIN_OF_BACKWARD))
         return dataclasses.replace(one, peak=max(plan.peak, backward_peak(one, rough)))
 
     def least(self, below: float) -> Least | None:

@@ -80,7 +80,7 @@ def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
         pc.tile_plan(net, x, budget=1)
     least = refused.value.least
     assert least < theirs / 2
-    for budget in {least, (least + theirs) // 2} if FULL or name == "in training" else {least}:
+    for budget in (least, (least + theirs) // 2)[: 2 if FULL or name == "in training" else 1]:
         model = copy.deepcopy(net)
         peak, got = stepped(model, x, lambda x, model=model, budget=budget: pc.tile(model, x, budget=budget))
         assert peak <= budget
@@ -111,7 +111,7 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return round(1 / float(shares[0])) * (round(1 / float(shares[1])) if len(shares) > 1 else 1)
 
     assert tiles(budget="1GiB") == 1
-    assert 1 < tiles(budget="4MiB") < tiles(budget="1MiB")
+    assert 1 < tiles(budget="8MiB") < tiles(budget="2MiB")
     assert tiles() == 1
     monkeypatch.setattr(ways, "TILE", 2**18)
     assert tiles() == 128 * 128 * 24 * 4 / 2**18
@@ -126,5 +126,7 @@ def test_stored_values_in_files_are_not_in_the_budget(folder: bool, tmp_path: An
     where: dict[str, Any] = {"store": tmp_path} if folder else {}
     with pytest.raises(pc.BudgetError) as refused:
         pc.tile_plan(net, x, budget=1, **where)
-    peak, _ = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least, **where))
-    assert peak <= refused.value.least and not list(tmp_path.iterdir())
+    peak, y = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least, **where))
+    assert peak <= refused.value.least
+    del y
+    assert not list(tmp_path.iterdir())
