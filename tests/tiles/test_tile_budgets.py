@@ -181,11 +181,12 @@ class AfterTokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.norm, self.conv = nn.Linear(64, 64), nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, padding=1)
+        self.mix, self.last = nn.Linear(64, 64), nn.Conv2d(64, 64, 3, padding=1)
+        self.block = nn.Sequential(nn.GroupNorm(4, 64), nn.Conv2d(64, 64, 3, padding=1))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape) + x
-        return self.conv(F.interpolate(F.silu(self.norm(x)), scale_factor=2))
+        return self.last(F.interpolate(F.silu(self.block[0](x + self.block(x))), scale_factor=2))
 
 
 @torch.no_grad()
