@@ -99,8 +99,9 @@ def _pair(found: dict[str, int], weights: int) -> int:
 
 
 def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """im2col and col2im: the result is first as large as the argument."""
-    return args[0].nbytes if device == "cpu" and result.nbytes > args[0].nbytes else 0
+    """im2col and col2im: the result is first as large as the argument, which is copied where it is not contiguous."""
+    copies = (result.nbytes > args[0].nbytes) + (not args[0].is_contiguous())
+    return copies * args[0].nbytes if device == "cpu" else 0
 
 
 def _last(tensor: Tensor) -> bool:
@@ -188,7 +189,8 @@ def _forward(
     a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
     input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
-    last, copied = _last(input), 0
+    last = _last(input)
+    copied = 0 if last or input.is_contiguous() or device != "cpu" else input.nbytes
     if device == "cpu" and weight.dim() == 4:  # torch brings the operands to one layout
         if not last and _last(weight) and not weight.is_contiguous():
             last, copied = True, input.nbytes
