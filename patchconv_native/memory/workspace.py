@@ -103,8 +103,9 @@ def _pair(found: dict[str, int], weights: int) -> int:
 
 
 def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """im2col and col2im: the result is first as large as the argument."""
-    return args[0].nbytes if device == "cpu" and result.nbytes > args[0].nbytes else 0
+    """im2col and col2im: the result is first as large as the argument, which is copied where it is not contiguous."""
+    copies = (result.nbytes > args[0].nbytes) + (not args[0].is_contiguous())
+    return copies * args[0].nbytes if device == "cpu" else 0
 
 
 def _last(tensor: Tensor) -> bool:
@@ -113,9 +114,9 @@ def _last(tensor: Tensor) -> bool:
     return last and tensor.stride(1) <= tensor.stride(3)
 
 
-def _format_of(weight: Tensor, last: bool) -> torch.memory_format:
-    """The layout in which a convolution reads its weight. last: whether its operands are images in channels_last."""
-    if weight.dim() == 5 and weight.is_contiguous(memory_format=torch.channels_last_3d):
+def _format_of(operand: Tensor, last: bool) -> torch.memory_format:
+    """The layout in which a convolution reads an operand. last: whether these are images in channels_last."""
+    if operand.dim() == 5 and operand.is_contiguous(memory_format=torch.channels_last_3d):
         return torch.channels_last_3d
     return torch.channels_last if last else torch.contiguous_format
 
@@ -214,10 +215,13 @@ def _forward(
     input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
     last, copied = _last(input), 0
-    if device == "cpu" and not last and _last(weight) and not weight.is_contiguous():
-        last, copied = True, input.nbytes  # torch brings the operands to one layout
-    if device == "cpu" and not weight.is_contiguous(memory_format=_format_of(weight, last)):
-        copied += weight.nbytes
+    if device == "cpu":  # torch brings the operands to one layout
+        if not last and _last(weight) and not weight.is_contiguous():
+            last, copied = True, input.nbytes
+        elif not input.is_contiguous(memory_format=_format_of(input, last)):
+            copied = input.nbytes
+        if not weight.is_contiguous(memory_format=_format_of(weight, last)):
+            copied += weight.nbytes
     return _pass("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype, output.shape, last, copied)
 
 
