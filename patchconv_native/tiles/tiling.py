@@ -75,11 +75,10 @@ def tile(
     dim: along which dimension of the images strips are cut: 2 for the rows of (N, C, H, W), 3 or -1 for its columns. Of
     a video, (N, C, T, H, W), 2 is the time, and -2 the rows.
 
-    Gradients: the call is one autograd node. The budget is then that of both passes, above the gradients of the images and
-    the parameters too. With `out` they are not served. Raises NotServed, a
-    NotImplementedError, naming the function and its module, where a function has no rule, or where what the module does
-    depends on the values of pixels; BudgetError (with `least`, in bytes) for a budget that cannot be kept. Both before
-    anything is computed.
+    Gradients: the call is one autograd node. The budget is then that of both passes, above the gradients of the images
+    and of the parameters too. With `out` they are not served. Raises NotServed, a NotImplementedError, naming the
+    function and its module, where a function has no rule, or where what the module does depends on the values of
+    pixels; BudgetError (with `least`, in bytes) for a budget that cannot be kept. Both before anything is computed.
     """
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
