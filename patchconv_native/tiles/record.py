@@ -29,8 +29,8 @@ from ..spatial.forms import in_form
 from ..spatial.pointwise import BY_PLACE, OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
-from .state import Held, modules_of, objects, reached
-from .watch import ON_PIXELS, RandomStates, Undo, without_tracebacks, writes_first
+from .state import Held, modules_of, objects
+from .watch import ON_PIXELS, Undo, random_state, without_tracebacks, writes_first
 
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
@@ -390,8 +390,8 @@ def record(
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     recorder = Recorder(names, torch.is_grad_enabled())
     graph = recorder.graph
-    owners = [*parts, *others, *(one for part in parts for one in objects([*vars(part).values()]))]
-    held, undo, states = Held(owners), Undo(), RandomStates(device, reached(module, owners))
+    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
+    state = random_state(device)
     values = []
     for shape, dtype, strides in images:
         with graph.mode:
@@ -400,7 +400,7 @@ def record(
         graph.inputs.append(values[-1]._index)
     try:
         with (
-            undo.watching(),
+            undo,
             recorder.running(),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
@@ -413,18 +413,20 @@ def record(
         graph.kept = [(one, {key: _referred(value) for key, value in change.items()}) for one, change in changes]
     except BaseException:
         undo.undo()
-        states.put_back()
         raise
     finally:
         held.put_back()
+    drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
     graph.fed = list(undo.fed.values())
     graph.made = sum(undo.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
     graph.made += _kept_casts(graph, device)
-    graph.repeatable = not undo.wrote and not states.moved and not graph.kept
+    graph.repeatable = not undo.before and not drew and not graph.kept
 
     def take_back() -> None:
         undo.undo()
-        states.put_back()
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], device)
 
     del found, changes
     values.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,25 +70,6 @@ def objects(values: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def _named_by(function: Any) -> list[Any]:
-    """What the code of a function names outside of it."""
-    if not inspect.isfunction(function):
-        return []
-    named = inspect.getclosurevars(function)
-    return [*named.nonlocals.values(), *named.globals.values()]
-
-
-def reached(function: Any, owners: Sequence[Any]) -> list[Any]:
-    """What objects hold, and what code names: of a function, of the objects' forwards and of functions in them."""
-    held = tree_leaves([vars(owner) for owner in owners])
-    code = {id(one): one for one in (function, *(getattr(type(owner), "forward", None) for owner in owners), *held)}
-    return held + tree_leaves([_named_by(one) for one in code.values() if not _is_torchs(one)])
-
-
-def _is_torchs(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).split(".")[0] == "torch"
-
-
 def modules_of(function: Any) -> list[nn.Module]:
     """The module itself; of a method its object; of a function those that it names."""
     if isinstance(function, nn.Module):
@@ -96,7 +77,10 @@ def modules_of(function: Any) -> list[nn.Module]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return [owner]
-    values = _named_by(function)
+    if not inspect.isfunction(function):
+        return []
+    named = inspect.getclosurevars(function)
+    values = [*named.nonlocals.values(), *named.globals.values()]
     found = [value if isinstance(value, nn.Module) else getattr(value, "__self__", None) for value in values]
     return [value for value in found if isinstance(value, nn.Module)]
 
