@@ -24,12 +24,15 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..memory.fake import FakeMode
 from ..spatial import NotServed
+from ..spatial.norms import TRACKING
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.pointwise import BY_PLACE, OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
-from .state import Held, modules_of, objects
-from .watch import ON_PIXELS, Undo, random_state, without_tracebacks, writes_first
+from .draws import Draws
+from .named import Elsewhere, functions_of
+from .state import Held, modules_of, objects, owners_of
+from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
@@ -188,9 +191,14 @@ _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 class Recorder:
     """Writes calls down."""
 
-    def __init__(self, names: dict[int, str], gradients: bool) -> None:
+    def __init__(self, names: dict[int, str], gradients: bool, watch: Watch) -> None:
         self.graph, self.gradients = Graph(), gradients
-        self._names = names
+        self._names, self._watch = names, watch
+        watch.before_read, watch.before_write = self._before_read, self._before_write
+        self._readers: dict[int | None, list[Call]] = {}
+        """By the storages of their constants."""
+        self._statistics: set[int | None] = set()
+        """The storages of running statistics that calls move, which they do when all is computed."""
         self._inside: list[str] = [""]
         self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
 
@@ -255,7 +263,7 @@ class Recorder:
             if numbers is not None:
                 x = args[0] if args else kwargs["input"]
                 return self.call(dropout_by_seed, (x, self.call(draw_seed, (x.device,), {})), numbers)
-            with torch._C.DisableTorchFunctionSubclass(), self.graph.mode, torch.no_grad():
+            with torch._C.DisableTorchFunctionSubclass(), self._watch.off(), self.graph.mode, torch.no_grad():
                 found = function(*given[0], **given[1])
         except NotServed:
             raise
@@ -280,7 +288,7 @@ class Recorder:
         args, kwargs = tree_map_only(Recorded, lambda value: Ref(value._index), (args, kwargs))
         device = str(self.graph.fakes[self.graph.inputs[0]].device.type)
         call = Call(function, args, kwargs, self._inside[-1], autocast_of(device), history=torch.is_grad_enabled())
-        self.graph.calls.append(call)
+        self._add(call)
         if writes:
             return self._written(call, cast(Recorded, first))
 
@@ -290,6 +298,36 @@ class Recorder:
         made = tree_map(wrap, found)
         call.result = tree_map_only(Recorded, lambda value: Ref(value._index), made)
         return made
+
+    def _add(self, call: Call) -> None:
+        self.graph.calls.append(call)
+        moves = call.function in TRACKING and not call.by_place
+        if not moves and self._statistics:
+            self._before_read(call.constants)
+        for constant in call.constants:
+            self._readers.setdefault(storage_of(constant), []).append(call)
+            if moves and not constant.requires_grad:
+                self._statistics.add(storage_of(constant))
+
+    def _before_read(self, tensors: list[Tensor]) -> None:
+        if self._statistics and not self._statistics.isdisjoint(map(storage_of, tensors)):
+            raise self.refuse("batch_norm", "the module reads its running statistics, or writes into them, after it")
+
+    def _before_write(self, tensors: list[Tensor]) -> None:
+        """Calls that were given these tensors read what is in them now."""
+        self._before_read(tensors)
+        storages = set(map(storage_of, tensors))
+
+        def copied(tensor: Tensor) -> Tensor:
+            if storage_of(tensor) not in storages:
+                return tensor
+            if self.gradients and tensor.requires_grad:
+                raise self.refuse("a call in place", "it writes into a tensor that a call before it has read")
+            return tensor.detach().clone()
+
+        for call in (call for storage in storages for call in self._readers.pop(storage, [])):
+            call.args, call.kwargs = tree_map_only(Tensor, copied, (call.args, call.kwargs))
+            del call.constants
 
     def _written(self, call: Call, value: Recorded) -> Recorded:
         """The same object is another value from here on. Views of it cannot be read any more."""
@@ -361,12 +399,19 @@ def record(
     what the module computes of its parameters alone has its history. NotServed, with nothing changed, for what cannot
     be recorded.
     """
-    names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
     parts = [part for whole in modules_of(module) for part in whole.modules()]
-    recorder = Recorder(names, torch.is_grad_enabled())
+    names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
+    held = Held(map(vars, owners_of(module, parts, others)))
+    elsewhere = Elsewhere(functions_of(module, parts), held.values())
+    draws = Draws(device, elsewhere.values)
+    watch = Watch(draws)
+    recorder = Recorder(names, torch.is_grad_enabled(), watch)
     graph = recorder.graph
-    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
-    state = random_state(device)
+
+    def take_back() -> None:
+        for one in (watch, elsewhere, draws):
+            one.put_back()
+
     values = []
     for shape, dtype, strides in images:
         with graph.mode:
@@ -375,7 +420,7 @@ def record(
         graph.inputs.append(values[-1]._index)
     try:
         with (
-            undo,
+            watch,
             recorder.running(),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
@@ -387,20 +432,13 @@ def record(
         graph.result, graph.changed = _referred(found)
         graph.kept = [(one, {key: _referred(value) for key, value in change.items()}) for one, change in changes]
     except BaseException:
-        undo.undo()
+        take_back()
         raise
     finally:
         held.put_back()
-    drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
-    graph.fed = list(undo.fed.values())
-    graph.repeatable = not undo.before and not drew and not graph.kept
-
-    def take_back() -> None:
-        undo.undo()
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1], device)
-
+    graph.fed = list(watch.fed.values())
+    changed = watch.changed() or watch.drew or draws.moved() or elsewhere.changed()
+    graph.repeatable = not changed and not graph.kept
     del found, changes
     values.clear()
     try:
