@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .graph import Call, Graph
 from .kinds import Kinds, Region, axes_at, rows_lie_together
 from .reach import Reach
-from .record import Call, Graph
 from .strips import Asked, Links, local_of, part_cuts, run_part, run_whole, with_values
 from .sweeps import Step, Sweep
 

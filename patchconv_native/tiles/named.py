@@ -13,19 +13,16 @@ from torch import nn
 
 from .state import Held, is_of_torch, objects
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _LARGE = 2**26
 """Bytes of an array that is not copied."""
 
 
-def functions_of(function: Any, parts: Iterable[nn.Module]) -> list[types.FunctionType]:
-    """The functions in Python that a call runs, as far as names tell: the function or the forwards of modules, hooks,
-    and what these name. Those of torch are left out.
+def functions_of(function: Any, parts: Iterable[nn.Module], values: Iterable[Any]) -> list[types.FunctionType]:
+    """The functions in Python that a call runs, as far as names tell: the function or the forwards of modules, those in
+    `values`, and what these name. Those of torch are left out.
     """
-    todo: list[tuple[Any, Any]] = [(function, None)]
-    for part in parts:
-        todo += [(hook, None) for name in _HOOKS for hook in vars(part).get(name, {}).values()]
-        todo.append((vars(part).get("forward"), None))
+    value: Any
+    todo: list[tuple[Any, Any]] = [(one, None) for one in (function, *values) if callable(one)]
     classes = {type(part): None for part in parts}
     todo += [(vars(base).get("forward"), cls) for cls in classes for base in cls.__mro__]
     found: dict[int, types.FunctionType] = {}

@@ -8,137 +8,27 @@ parameters alone is computed, and is a constant of the graph.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..memory.fake import FakeMode
 from ..spatial import NotServed
-from ..spatial.norms import TRACKING
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
-from ..spatial.pointwise import BY_PLACE, OF_SHAPE
+from ..spatial.pointwise import OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from .draws import Draws
+from .graph import Call, Graph, Ref, autocast_of
 from .named import Elsewhere, functions_of
 from .state import Held, modules_of, objects, owners_of
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
-
-Autocast = tuple[str, torch.dtype, bool, bool]
-"""The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """In a call's arguments and in the graph's result: the value of this number."""
-
-    index: int
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a function of torch."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: str
-    """The name of the module whose forward made it; "" is the recorded module itself."""
-    autocast: Autocast
-    result: Any = None
-    """Values, as the function returns them, with a Ref for each tensor."""
-    history: bool = True
-    """Whether the module made it with gradients on; False too where nobody asks for gradients."""
-    in_place: Call | None = None
-    """The same call with its result in place of its argument, once it was made."""
-
-    @property
-    def name(self) -> str:
-        return name_of(self.function)
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"{self.name} in {self.module}" if self.module else self.name
-
-    @functools.cached_property
-    def inputs(self) -> list[int]:
-        """The numbers of its values, each once."""
-        return list(dict.fromkeys(refs((self.args, self.kwargs))))
-
-    @functools.cached_property
-    def outputs(self) -> list[int]:
-        return refs(self.result)
-
-    @functools.cached_property
-    def constants(self) -> list[Tensor]:
-        """The tensors among its arguments that were there before: parameters, and what was computed of them."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-
-    @functools.cached_property
-    def by_place(self) -> bool:
-        """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
-        norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
-        return (norm or self.function in BY_PLACE) and len(self.inputs) == 1
-
-    @functools.cached_property
-    def writes(self) -> bool:
-        """Whether it writes into its first argument."""
-        return writes_first(self.function, self.kwargs)
-
-
-@dataclass
-class Graph:
-    """What a call of a module computes."""
-
-    calls: list[Call] = field(default_factory=list)
-    fakes: list[FakeTensor] = field(default_factory=list)
-    """Of each value, its shape, dtype, device and strides."""
-    inputs: list[int] = field(default_factory=list)
-    result: Any = None
-    """What the module returns, with a Ref for each tensor that was computed."""
-    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of results that are not returned as they are computed: in other strides than those of their fakes."""
-    changed: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    """The lists and mappings among the arguments that the module changes (`Arguments.change`), with Refs as well."""
-    kept: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
-    """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
-    fed: list[Tensor] = field(default_factory=list)
-    """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
-    repeatable: bool = True
-    """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
-    needs: set[int] = field(default_factory=set)
-    """Values whose gradients are needed for those that are asked for. Nothing: nobody asks."""
-    undo: Callable[[], None] = lambda: None
-    """Undoes what the module changed while it was recorded, and that was kept."""
-    mode: FakeMode = field(default_factory=FakeMode)
-
-    @contextlib.contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
-
-    @property
-    def results(self) -> list[int]:
-        """The numbers of the values that the caller gets."""
-        return refs((self.result, self.changed, [change for _, change in self.kept]))
-
-
-def refs(values: Any) -> list[int]:
-    return [leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Ref)]
 
 
 class Recorded(Tensor):
@@ -301,13 +191,11 @@ class Recorder:
 
     def _add(self, call: Call) -> None:
         self.graph.calls.append(call)
-        moves = call.function in TRACKING and not call.by_place
-        if not moves and self._statistics:
-            self._before_read(call.constants)
+        moved = call.moved
+        self._before_read([one for one in call.constants if not any(one is other for other in moved)])
         for constant in call.constants:
             self._readers.setdefault(storage_of(constant), []).append(call)
-            if moves and not constant.requires_grad:
-                self._statistics.add(storage_of(constant))
+        self._statistics.update(map(storage_of, moved))
 
     def _before_read(self, tensors: list[Tensor]) -> None:
         if self._statistics and not self._statistics.isdisjoint(map(storage_of, tensors)):
@@ -366,12 +254,6 @@ class Recorder:
                 handle.remove()
 
 
-def autocast_of(device: str) -> Autocast:
-    return (
-        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
-    )  # fmt: skip
-
-
 def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
@@ -402,7 +284,8 @@ def record(
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
     held = Held(map(vars, owners_of(module, parts, others)))
-    elsewhere = Elsewhere(functions_of(module, parts), held.values())
+    values = held.values()
+    elsewhere = Elsewhere(functions_of(module, parts, values), values)
     draws = Draws(device, elsewhere.values)
     watch = Watch(draws)
     recorder = Recorder(names, torch.is_grad_enabled(), watch)
@@ -412,12 +295,12 @@ def record(
         for one in (watch, elsewhere, draws):
             one.put_back()
 
-    values = []
+    made = []
     for shape, dtype, strides in images:
         with graph.mode:
             fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        values.append(recorder.value(cast(FakeTensor, fake)))
-        graph.inputs.append(values[-1]._index)
+        made.append(recorder.value(cast(FakeTensor, fake)))
+        graph.inputs.append(made[-1]._index)
     try:
         with (
             watch,
@@ -425,7 +308,7 @@ def record(
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
         ):  # compiled modules run as they are
-            found = call(values)
+            found = call(made)
         changes = held.changes()
         recorder.check_there("the module's result", (found, [change for _, change in changes]))
         _check_taken_apart(found)
@@ -440,7 +323,7 @@ def record(
     changed = watch.changed() or watch.drew or draws.moved() or elsewhere.changed()
     graph.repeatable = not changed and not graph.kept
     del found, changes
-    values.clear()
+    made.clear()
     try:
         recorder.check_gone()
     except NotServed:

@@ -24,6 +24,7 @@ ON_PIXELS = {
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "nonzero",
     "equal", "allclose",
 }  # fmt: skip
+_SET_DATA = _tensor.data.__set__
 _READS = {"tolist"}
 _GIVES = {"numpy", "__array__", "__dlpack__", *_READS}
 """They give a tensor's numbers away, past torch's operators. What is not in _READS shares its memory."""
@@ -126,7 +127,7 @@ class Watch(TorchDispatchMode):
         given, written = _plain((args, kwargs)), _written(func, args, kwargs)
         if written:
             self.before_write(written)
-            self.wrote |= any([self.keep(tensor) for tensor in written])
+            self.wrote |= self.keep(written)
         if not func.is_view:
             self.before_read(given)
         result = func(*args, **kwargs)
@@ -147,13 +148,13 @@ class Watch(TorchDispatchMode):
             if storage_of(one) not in self._made:
                 self.fed.setdefault(_memory(one), one if one.is_leaf else one.detach())
 
-    def keep(self, tensor: Tensor) -> bool:
-        """What it holds; False for a tensor that was not there before."""
-        if storage_of(tensor) in self._made:
-            return False
-        if _memory(tensor) not in self._kept:
-            self._kept[_memory(tensor)] = tensor, tensor.detach(), tensor.detach().clone()
-        return True
+    def keep(self, tensors: list[Tensor]) -> bool:
+        """What they hold. Whether there are some that were there before."""
+        there = [tensor for tensor in tensors if storage_of(tensor) not in self._made]
+        for tensor in there:
+            if _memory(tensor) not in self._kept:
+                self._kept[_memory(tensor)] = tensor, tensor.detach(), tensor.detach().clone()
+        return bool(there)
 
     def changed(self) -> bool:
         return self.wrote or any(not torch.equal(alias, before) for _, alias, before in self._kept.values())
@@ -174,14 +175,13 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sets, name = func is _tensor.data.__set__, name_of(func)
+        sets, name = func == _SET_DATA, name_of(func)
         if sets or name in _GIVES:
             tensors = _plain(args[0])
             self._watch.before_read(tensors)
             if name not in _READS:
                 self._watch.before_write(tensors)
-                there = any([self._watch.keep(tensor) for tensor in tensors])
-                self._watch.wrote |= sets and there
+                self._watch.wrote |= self._watch.keep(tensors) and sets
             if not sets:
                 self._watch.feeds(tensors)
         return func(*args, **(kwargs or {}))

@@ -14,9 +14,9 @@ from ..planner.margin import MARGIN, largest_peak
 from ..planner.plans import BudgetError
 from .at_once import AtOnce
 from .choices import Choice, Learned, Planner
+from .graph import Graph
 from .kinds import Kinds, kinds_of
 from .plan import Least, TilePlan, Wishes, fits
-from .record import Graph
 from .sweeps import bytes_of
 
 NARROWEST = 32
