@@ -1,4 +1,6 @@
-"""What the functions that a module runs name: variables of functions around them, defaults, global variables."""
+"""What a module may change besides attributes: what the functions that it runs name (variables of functions around
+them, defaults, global variables), attributes of classes, arrays.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .state import Held, is_of_torch, objects
+from .state import Held, is_of_torch, objects, same
 
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _LARGE = 2**26
 """Bytes of an array that is not copied."""
 
@@ -63,16 +66,20 @@ def named_by(function: types.FunctionType) -> list[Any]:
 
 
 class Elsewhere:
-    """What a module may change besides attributes, to be put back: what functions name, and the arrays and sets in that
-    and in `values`.
+    """What functions name, attributes of the classes of `owners`, and the arrays, sets and gradients of tensors in all
+    that and in `values`, to be put back.
     """
 
-    def __init__(self, functions: list[types.FunctionType], values: list[Any]) -> None:
+    def __init__(self, functions: list[types.FunctionType], owners: list[Any], values: list[Any]) -> None:
         named = [value for function in functions for value in named_by(function)]
-        self._held = Held([*map(vars, objects(named)), named])
+        classes = {cls: None for owner in owners for cls in type(owner).__mro__ if not is_of_torch(cls)}
+        self._classes = [(cls, dict(vars(cls))) for cls in classes if cls.__flags__ & _IN_PYTHON]
+        self._held = Held([*map(vars, objects(named)), named, *(list(one.values()) for _, one in self._classes)])
         self._cells = [(cell, cell.cell_contents) for function in functions for cell in _cells(function)]
         self._globals = [one for function in functions for one in _globals(function)]
         self.values = list({id(one): one for one in (*values, *self._held.values())}.values())
+        tensors = [one for one in self.values if isinstance(one, Tensor)]
+        self._gradients = [(one, one.requires_grad, one.grad) for one in tensors if one.is_leaf]
         self._copies = [(one, one.copy()) for one in self.values if _is_copied(one)]
 
     def changed(self) -> bool:
@@ -81,6 +88,8 @@ class Elsewhere:
             or any(cell.cell_contents is not before for cell, before in self._cells)
             or any(known.get(name) is not before for known, name, before in self._globals)
             or any(not _alike(one, before) for one, before in self._copies)
+            or any(not same(dict(vars(cls)), before) for cls, before in self._classes)
+            or any(one.requires_grad != asked or one.grad is not before for one, asked, before in self._gradients)
         )
 
     def put_back(self) -> None:
@@ -90,6 +99,15 @@ class Elsewhere:
         for known, name, before in self._globals:
             if known.get(name) is not before:
                 known[name] = before
+        for cls, before in self._classes:
+            for name in {**vars(cls), **before}:
+                if name not in before:
+                    delattr(cls, name)
+                elif vars(cls).get(name) is not before[name]:
+                    setattr(cls, name, before[name])
+        for one, asked, before in self._gradients:
+            if one.requires_grad != asked or one.grad is not before:
+                one.requires_grad_(asked).grad = before
         for one, before in self._copies:
             if isinstance(one, set):
                 one.clear()

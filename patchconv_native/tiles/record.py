@@ -283,9 +283,10 @@ def record(
     """
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
-    held = Held(map(vars, owners_of(module, parts, others)))
+    owners = owners_of(module, parts, others)
+    held = Held(map(vars, owners))
     values = held.values()
-    elsewhere = Elsewhere(functions_of(module, parts, values), values)
+    elsewhere = Elsewhere(functions_of(module, parts, values), owners, values)
     draws = Draws(device, elsewhere.values)
     watch = Watch(draws)
     recorder = Recorder(names, torch.is_grad_enabled(), watch)

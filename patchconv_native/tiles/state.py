@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
@@ -79,6 +80,7 @@ def _is_called(value: Any) -> bool:
 
 
 def is_of_torch(code: Any) -> bool:
+    """Of a function or a class."""
     return str(code.__module__).partition(".")[0] in ("torch", "numpy", __name__.partition(".")[0])
 
 
@@ -97,12 +99,22 @@ def modules_of(function: Any) -> list[nn.Module]:
     return [value for value in found if isinstance(value, nn.Module)]
 
 
+_DEPTH = 3
+_LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
+
+
 def owners_of(function: Any, parts: list[nn.Module], others: Iterable[Any]) -> list[Any]:
     """The objects whose attributes a call may change: `parts`, its modules, the object that is called, `others`, and
-    the objects in attributes of modules.
+    the objects in attributes of these. Not those that have a lock: other threads use them.
     """
-    called = objects([function, getattr(function, "__self__", None)])
-    return [*parts, *called, *others, *(one for part in parts for one in objects([*vars(part).values()]))]
+    found = {id(part): part for part in parts}
+    values = [*others, function, getattr(function, "__self__", None), *(list(vars(part).values()) for part in parts)]
+    for _ in range(_DEPTH):
+        inner = {id(one): one for one in objects(values) if id(one) not in found}
+        inner = {key: one for key, one in inner.items() if not any(isinstance(x, _LOCKS) for x in vars(one).values())}
+        found |= inner
+        values = [list(vars(one).values()) for one in inner.values()]
+    return list(found.values())
 
 
 class Held:

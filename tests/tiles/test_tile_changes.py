@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import patchconv_native as pc
 
 np = pytest.importorskip("numpy")
-X = torch.randn(1, 3, 300, 64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(1, 3, 80, 16, generator=torch.Generator().manual_seed(1))
 TOTAL, LOG = 0, []
 GENERATOR = np.random.default_rng(7)
 
@@ -202,16 +202,16 @@ def test_what_a_module_changes(name: str) -> None:
     before = everything(net)
     pc.tile_plan(net, X)
     assert everything(net) == before, "tile_plan"
-    with pytest.raises(pc.BudgetError):
-        pc.tile(net, X, "1KiB")
+    with pytest.raises(ValueError, match="expected out"):
+        pc.tile(net, X, out=torch.empty(1))
     assert everything(net) == before, "refused"
     with pytest.raises(OSError, match="no space left"):
-        pc.tile(net, X, tile=64, progress=broken)
+        pc.tile(net, X, tile=20, progress=broken)
     assert everything(net) == before, "an error in the middle"
     for result, after in want:
-        torch.testing.assert_close(pc.tile(net, X, tile=64), result, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(pc.tile(net, X, tile=20), result, rtol=1e-4, atol=1e-4)
         assert everything(net) == after, "tile"
-    net = pc.tile_modules(start(name), "", budget="600KiB")
+    net = pc.tile_modules(start(name), "", budget="60KiB")
     for result, after in want:
         torch.testing.assert_close(net(X), result, rtol=1e-4, atol=1e-4)
         assert everything(net) == after, "tile_modules"
