@@ -304,7 +304,7 @@ def record(
         graph.inputs.append(made[-1]._index)
     try:
         with (
-            watch,
+            watch.watching(),
             recorder.running(),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),

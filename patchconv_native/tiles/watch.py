@@ -78,6 +78,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return _plain(list(found))
 
 
+def _nothing(tensors: list[Tensor]) -> None:
+    pass
+
+
 class Watch(TorchDispatchMode):
     """Keeps what tensors held that the module writes into, as batch norm into its counter; and notes of which tensors
     the module computes others. It sees every operator with numbers, and `numpy` by way of a mode for functions.
@@ -88,24 +92,23 @@ class Watch(TorchDispatchMode):
         self.draws, self.drew = draws, False
         self.fed: dict[Any, Tensor] = {}
         """Those that were there before, or views of them."""
-        self.before_write: Callable[[list[Tensor]], None] = lambda tensors: None
-        """Called with tensors that are about to be written to, or whose numbers are read."""
-        self.before_read = self.before_write
+        self.before_read: Callable[[list[Tensor]], None] = _nothing
+        """Called with tensors whose numbers are about to be read."""
+        self.before_write = self.before_read
         self._kept: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
         """Tensors that were there before, the same memory, and what it held."""
         self.wrote, self._off = False, False
         self._made: set[int | None] = set()
         """The storages that were not there before."""
-        self._functions = _Functions(self)
 
-    def __enter__(self) -> Watch:
-        super().__enter__()
-        self._functions.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._functions.__exit__(*error)
-        super().__exit__(*error)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Once. What it calls is let go of then."""
+        try:
+            with self, _Functions(self):
+                yield
+        finally:
+            self.before_read = self.before_write = _nothing
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

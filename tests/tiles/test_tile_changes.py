@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native.tiles import modules as tiled
 
 np = pytest.importorskip("numpy")
 X = torch.randn(1, 3, 80, 16, generator=torch.Generator().manual_seed(1))
@@ -25,15 +26,21 @@ GENERATOR = np.random.default_rng(7)
 class Net(nn.Module):
     """Has state of each kind, and does with it what `step` says. step(net, x) gives a number or a tensor."""
 
+    total = 0
+
     def __init__(self, step: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.conv, self.step = nn.Conv2d(3, 3, 3, padding=1), step
         self.norm = nn.BatchNorm2d(3)
         self.buffer, self.other = nn.Buffer(torch.ones(3, 1, 1)), nn.Buffer(torch.full((3, 1, 1), 0.5))
         self.tensors, self.cache, self.seen = [torch.ones(3, 1, 1), torch.ones(3, 1, 1)], {}, {1.0}
-        self.count, self.array, self.object = 1, np.ones((3, 1, 1), np.float32), SimpleNamespace(count=1)
+        self.count, self.object = 1, SimpleNamespace(count=1, inner=SimpleNamespace(count=1))
+
+    def with_more(self) -> Net:
+        """With objects for which no plan is kept."""
+        self.array, self.view = np.ones((3, 1, 1), np.float32), self.other[:1].detach().numpy()
         self.torch, self.python, self.numpy = torch.Generator(), random.Random(3), np.random.default_rng(3)
-        self.view = self.other[:1].detach().numpy()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x) * self.step(self, x)
@@ -85,6 +92,34 @@ def written_late(net: Any, x: Tensor) -> Tensor:
     return y + z + x * net.buffer * made
 
 
+def of_its_class(net: Any, x: Tensor) -> int:
+    Net.total += 1
+    return Net.total
+
+
+def hooked(net: Any, x: Tensor) -> Any:
+    def hook(module: nn.Module, args: Any, result: Any) -> None:
+        net.count += 1
+
+    with net.norm.register_forward_hook(hook):
+        return net.norm(x) * net.count
+
+
+def with_gradients(net: Any, x: Tensor) -> float:
+    """A new one each time, and one that is added to."""
+    net.conv.bias.requires_grad_(not net.conv.bias.requires_grad)
+    net.conv.weight.requires_grad_(True)
+    with torch.enable_grad():
+        (net.conv.weight**2).sum().backward()
+    return float(net.conv.weight.grad.sum())
+
+
+def parameter_late(net: Any, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    net.conv.weight.mul_(0.5)
+    return y + net.conv(x)
+
+
 def scripted(net: Any, x: Tensor) -> Tensor:
     _SCRIPTED(net.buffer)
     return net.buffer
@@ -112,7 +147,7 @@ STEPS: dict[str, Callable[[], Callable[[Any, Tensor], Any]]] = {
     "its torch.Generator": lambda: lambda net, x: torch.rand((), generator=net.torch),
     "normal_": lambda: lambda net, x: nn.init.normal_(net.buffer, generator=net.torch),
     "a default argument": lambda: by_default,
-    "a generator of the image's size": lambda: lambda net, x: torch.randn(x.shape, generator=net.torch),
+    "of the image's size": lambda: lambda net, x: torch.randn(x.shape, generator=net.torch),
     "out=": lambda: lambda net, x: torch.add(net.buffer, net.other, out=net.buffer),
     "foreach": lambda: parts(lambda net, x: torch._foreach_add_(net.tensors, 1), lambda net, x: sum(net.tensors)),
     "numpy": lambda: parts(lambda net, x: net.buffer.numpy().__iadd__(1), lambda net, x: net.buffer),
@@ -129,7 +164,7 @@ STEPS: dict[str, Callable[[], Callable[[Any, Tensor], Any]]] = {
     "set_": lambda: lambda net, x: net.buffer.set_(torch.full((3, 1, 1), 2.0)),
     "resize_": lambda: lambda net, x: net.buffer.resize_(net.buffer.size(0) + 3, 1, 1).fill_(2.0)[:3],
     "embedding": lambda: lambda net, x: F.embedding(torch.tensor(0), net.buffer.view(3, 1), max_norm=0.5),
-    "batch norm of a constant": lambda: lambda net, x: net.norm(torch.ones(1, 3, 2, 2)).sum() + net.norm.running_mean[0],
+    "batch norm": lambda: lambda net, x: net.norm.train()(torch.ones(1, 3, 2, 2)).sum() + net.norm.running_mean[0],
     "script": lambda: scripted,
     "written late": lambda: written_late,
     "buffer =": lambda: adds("buffer"),
@@ -144,18 +179,33 @@ STEPS: dict[str, Callable[[], Callable[[Any, Tensor], Any]]] = {
     "a set": lambda: parts(lambda net, x: net.seen.add(len(net.seen)), lambda net, x: len(net.seen)),
     "an array": lambda: parts(lambda net, x: net.array.__iadd__(1), lambda net, x: torch.from_numpy(net.array)),
     "a closure": counted,
+    "an object in an object": lambda: parts(
+        lambda net, x: setattr(net.object.inner, "count", net.object.inner.count + 1),
+        lambda net, x: net.object.inner.count,
+    ),
+    "a class": lambda: of_its_class,
+    "a hook": lambda: hooked,
+    "gradients": lambda: with_gradients,
+    "a parameter late": lambda: parameter_late,
     "global variables": lambda: of_the_world,
+}  # fmt: skip
+
+
+MORE = {
+    "its random.Random", "its numpy.random.Generator", "its torch.Generator", "normal_", "of the image's size",
+    "an array", "a view of numpy's",
 }  # fmt: skip
 
 
 def start(name: str) -> Net:
     global TOTAL
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    TOTAL = 0
+    TOTAL = Net.total = 0
     LOG.clear()
     GENERATOR.bit_generator.state = np.random.default_rng(7).bit_generator.state
     by_default.__defaults__[0].manual_seed(2)  # type: ignore[index]
-    return Net(STEPS[name]()).eval().requires_grad_(False)
+    net = Net(STEPS[name]()).eval().requires_grad_(False)
+    return net.with_more() if name in MORE else net
 
 
 def plain(value: Any) -> Any:
@@ -179,7 +229,8 @@ def plain(value: Any) -> Any:
 
 def everything(net: Net) -> Any:
     """As it is now."""
-    world = (TOTAL, LOG, GENERATOR, by_default.__defaults__)
+    gradients = [(str(p.requires_grad), p.grad) for p in net.parameters()]
+    world = (TOTAL, Net.total, gradients, LOG, GENERATOR, by_default.__defaults__)
     generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     step = net.step
     cells = [cell.cell_contents for cell in step.__closure__ or ()] if isinstance(step, FunctionType) else []
@@ -215,3 +266,65 @@ def test_what_a_module_changes(name: str) -> None:
     for result, after in want:
         torch.testing.assert_close(net(X), result, rtol=1e-4, atol=1e-4)
         assert everything(net) == after, "tile_modules"
+
+
+@torch.no_grad()
+def test_a_budget_that_is_refused_changes_nothing() -> None:
+    net = start("out=")
+    before = everything(net)
+    with pytest.raises(pc.BudgetError):
+        pc.tile(net, X, "1KiB")
+    assert everything(net) == before
+
+
+@torch.no_grad()
+def test_plans_are_kept_unless_a_module_draws_or_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPS, "reads", lambda: lambda net, x: float(net.buffer.numpy().sum()) + sum(net.other.view(3)))
+    for name in ("reads", "random", "numpy", "a default argument", "fork_rng", "a closure", "global variables"):
+        net = pc.tile_modules(start(name), "", budget="60KiB")
+        net(X)
+        assert len(tiled._plans[net]) == (name == "reads"), name
+
+
+class After(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mean = nn.BatchNorm2d(3), nn.Buffer(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        self.mean.lerp_(self.norm.running_mean, 0.1)
+        return y * self.mean.view(1, 3, 1, 1)
+
+
+@torch.no_grad()
+def test_running_statistics_that_are_read_after_they_move_are_refused() -> None:
+    net = After()
+    before = plain(net.state_dict())
+    with pytest.raises(pc.NotServed, match="reads its running statistics, or writes into them, after it"):
+        pc.tile(net, X, tile=20)
+    assert plain(net.state_dict()) == before
+    net.eval()
+    assert torch.equal(pc.tile(net, X, tile=20), net(X))
+
+
+def test_a_constant_with_a_history_that_is_written_to_late_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(3, 1, 1))
+
+    def call(x: Tensor) -> Tensor:
+        scale = weight * 2
+        y = x * scale
+        scale.add_(1)
+        return y * scale
+
+    with pytest.raises(pc.NotServed, match="writes into a tensor that a call before it has read"):
+        pc.tile(call, X, tile=20)
+
+
+@torch.no_grad()
+def test_after_an_error_dropout_draws_as_before() -> None:
+    net = nn.Dropout()
+    state = torch.get_rng_state()
+    with pytest.raises(OSError, match="no space left"):
+        pc.tile(net, X, tile=20, progress=broken)
+    assert torch.equal(torch.get_rng_state(), state)
