@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class _Source(NamedTuple):
@@ -21,14 +23,19 @@ def _source(read: Callable[[], Any], write: Callable[[Any], Any]) -> _Source:
     return _Source(read, write, read())
 
 
+def _of_torch(get: Callable[[], Tensor], put: Callable[[Tensor], Any]) -> _Source:
+    """Its states are tensors. They are kept as bytes, which do not count as torch's memory."""
+
+    def read() -> bytes:
+        state = get()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+    return _source(read, lambda state: put(torch.frombuffer(bytearray(state), dtype=torch.uint8)))
+
+
 def _bits(generator: Any) -> _Source:
     """Of numpy's kind, which has a property."""
     return _source(lambda: generator.state, lambda state: setattr(generator, "state", state))
-
-
-def _bytes(state: Any) -> bytes:
-    """To be compared."""
-    return bytes(state.tolist()) if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 class Draws:
@@ -51,7 +58,7 @@ class Draws:
         numpy = self._numpy
         found = None
         if isinstance(value, torch.Generator):
-            found = _source(value.get_state, value.set_state)
+            found = _of_torch(value.get_state, value.set_state)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
             found = _source(value.getstate, value.setstate)
         elif numpy is not None and isinstance(value, numpy.RandomState):
@@ -63,7 +70,7 @@ class Draws:
             self._sources.append(found)
 
     def moved(self) -> bool:
-        return any(_bytes(source.read()) != _bytes(source.before) for source in self._sources)
+        return any(pickle.dumps(source.read()) != pickle.dumps(source.before) for source in self._sources)
 
     def put_back(self) -> None:
         for source in self._sources:
@@ -72,9 +79,8 @@ class Draws:
 
 def default_sources(device: torch.device) -> list[_Source]:
     """torch's own generators, from which calls draw."""
-    found = [_source(torch.get_rng_state, torch.set_rng_state)]
+    found = [_of_torch(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
-        found.append(
-            _source(lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device))
-        )
+        cuda = torch.cuda
+        found.append(_of_torch(lambda: cuda.get_rng_state(device), lambda state: cuda.set_rng_state(state, device)))
     return found

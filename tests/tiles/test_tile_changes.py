@@ -328,3 +328,14 @@ def test_after_an_error_dropout_draws_as_before() -> None:
     with pytest.raises(OSError, match="no space left"):
         pc.tile(net, X, tile=20, progress=broken)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@torch.no_grad()
+def test_a_tensor_in_an_object_of_an_object_is_kept() -> None:
+    outer = SimpleNamespace(inner=SimpleNamespace(kept=[]))
+
+    def function(x: Tensor, thing: Any) -> Tensor:
+        thing.inner.kept.append(x * 2)
+        return x + thing.inner.kept[0]
+
+    assert torch.equal(pc.tile(function, (X, outer)), 3 * X) and torch.equal(outer.inner.kept[0], 2 * X)
