@@ -30,9 +30,9 @@ import patchconv_native as pc
 
 from ..tiles.arguments import Arguments
 from ..tiles.arrays import check_out
+from ..tiles.graph import Ref
 from ..tiles.journal import Journal
 from ..tiles.plan import TilePlan
-from ..tiles.record import Ref
 from ..tiles.tiling import plan_call, run_plan
 from . import images, models, options
 from .errors import Failed, Mistake, line

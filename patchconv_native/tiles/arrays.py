@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..spatial import Range
-from .record import Graph, Ref, refs
+from .graph import Graph, Ref, refs
 
 STEP = 4 * 1024 * 1024
 """Bytes that are copied at a time from an image that is a result as it is."""

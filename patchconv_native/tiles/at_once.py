@@ -12,9 +12,9 @@ import torch
 from ..memory.fake import Storages
 from ..planner.margin import MARGIN
 from .costs import PeakOf
+from .graph import Graph
 from .kinds import Kinds, last_uses
 from .plan import Least, TilePlan, Wishes, fits
-from .record import Graph
 from .run import Run, run_between
 from .stores import Store
 from .sweeps import bytes_of

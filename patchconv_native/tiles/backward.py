@@ -22,9 +22,9 @@ from ..spatial import Range
 from ..spatial.parts import precise
 from .bands import AxisTiles
 from .chains import run_chain
+from .graph import Graph
 from .kinds import Kinds, Region, calls_between, on_whole, part_of, whole_region
 from .plan import TilePlan
-from .record import Graph
 from .run import Run, from_answers
 from .strips import Links, NeedsWhole, local_of, run_whole
 from .sweeps import Step, Sweep, values_needed

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from ..spatial import Range
+from .graph import Graph
 from .kinds import Kinds, Region
 from .reach import Reach
-from .record import Graph
 from .sweeps import Step, Sweep
 
 Ranges = list[Range]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .arrays import Sink, Source
+from .graph import Graph
 from .journal import Journal
 from .plan import TilePlan
-from .record import Graph
 from .run import Run, move_statistics, run_between, run_sweep, take_up
 from .stores import Store
 from .sweeps import Sweep

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..spatial import SpatialTensor
 from ..spatial.layout import layout
+from .graph import Call, Graph
 from .kinds import Kinds, Region, axes_at, rows_lie_together
 from .reach import Reach
-from .record import Call, Graph
 from .strips import Asked, Links, local_of, part_cuts, run_part, run_whole, with_values
 from .sweeps import Step, Sweep
 

@@ -15,10 +15,10 @@ from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
 from .costs import Cost, Known, Stored, answer_cost, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
+from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import reach_of
-from .record import Graph
 from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed
 
 STRIP = 16 * MIB

@@ -19,9 +19,9 @@ from ..memory.sizes import tensors
 from ..spatial import NotServed
 from ..spatial.layout import layout
 from .chains import run_chain
+from .graph import Graph
 from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_region
 from .outside import Outside, largest_write
-from .record import Graph
 from .rows import alone
 from .run import Run, from_answers
 from .stores import Store, extra

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..spatial import SpatialTensor
 from ..spatial.layout import in_layout_of, order
 from ..spatial.rules import RULES, rule
-from .record import Call, Graph
+from .graph import Call, Graph
 
 _PLACES_A_WEIGHT = 128
 """A weight is scaled anew for each strip. One is left alone that has more than 1/128 of the result's elements."""

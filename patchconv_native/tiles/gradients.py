@@ -21,8 +21,8 @@ from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .backward import Backward
 from .calls import Progress, computed
+from .graph import Graph, is_differentiable
 from .plan import TilePlan
-from .record import Graph, is_differentiable
 from .rows import Rows
 from .run import Run
 from .stores import Store

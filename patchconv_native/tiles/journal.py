@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .graph import Graph
 from .kinds import Kinds
 from .reach import reach_of
-from .record import Graph
 from .stores import FileRows, Kept
 from .sweeps import Sweep
 

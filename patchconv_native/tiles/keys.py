@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from .arguments import Arguments
 from .arrays import share_memory
+from .graph import autocast_of
 from .plan import TilePlan
-from .record import autocast_of
 
 
 class _Unknown(Exception):

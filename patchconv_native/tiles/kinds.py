@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..spatial import Axes, NotServed, Range, SpatialTensor
 from ..spatial.rules import RULES
-from .record import Call, Graph
+from .graph import Call, Graph
 from .strips import Asked, axis_of, part_cuts, run_part, with_values
 
 _MIX = (

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from .graph import Graph
 from .kinds import Kinds, Region, box_shape
-from .record import Graph
 from .stores import Where
 from .sweeps import Sweep
 

@@ -10,10 +10,10 @@ from fractions import Fraction
 from .._bytes import format_bytes
 from ..planner.margin import least_budget
 from .choices import largest_value, result_sizes
+from .graph import Graph
 from .kinds import Kinds, Region, Time
 from .outside import Outside
 from .reach import Reach
-from .record import Graph
 from .sweeps import Sweep, bytes_of
 
 RECORDING = 8 * 1024

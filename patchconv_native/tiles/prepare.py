@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..spatial.dropout import dropout_by_seed
 from ..spatial.rules import NotServed, rule
+from .graph import Call, Graph, Ref
 from .kinds import ON_WHOLE, kinds_of
-from .record import Call, Graph, Ref
 
 _NAMES = ("query", "key", "value")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..spatial import NotServed, Range
+from .graph import Graph
 from .kinds import Kinds
-from .record import Graph
 from .strips import Asked, axis_of, run_part
 
 CELLS = 4096

@@ -8,143 +8,28 @@ parameters alone is computed, and is a constant of the graph.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.forms import in_form
-from ..spatial.pointwise import BY_PLACE, OF_SHAPE
+from ..spatial.pointwise import OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
-from .state import Held, modules_of, objects
-from .watch import ON_PIXELS, Undo, random_state, without_tracebacks, writes_first
-
-Autocast = tuple[str, torch.dtype, bool, bool]
-"""The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """In a call's arguments and in the graph's result: the value of this number."""
-
-    index: int
-
-
-@dataclass(eq=False)
-class Call:
-    """One call of a function of torch."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    module: str
-    """The name of the module whose forward made it; "" is the recorded module itself."""
-    autocast: Autocast
-    result: Any = None
-    """Values, as the function returns them, with a Ref for each tensor."""
-    history: bool = True
-    """Whether the module made it with gradients on; False too where nobody asks for gradients."""
-    in_place: Call | None = None
-    """The same call with its result in place of its argument, once it was made."""
-
-    @property
-    def name(self) -> str:
-        return name_of(self.function)
-
-    @property
-    def where(self) -> str:
-        """For messages."""
-        return f"{self.name} in {self.module}" if self.module else self.name
-
-    @functools.cached_property
-    def inputs(self) -> list[int]:
-        """The numbers of its values, each once."""
-        return list(dict.fromkeys(refs((self.args, self.kwargs))))
-
-    @functools.cached_property
-    def outputs(self) -> list[int]:
-        return refs(self.result)
-
-    @functools.cached_property
-    def constants(self) -> list[Tensor]:
-        """The tensors among its arguments that were there before: parameters, and what was computed of them."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
-
-    @functools.cached_property
-    def by_place(self) -> bool:
-        """Whether it computes of a strip what it computes of the whole there: activations, batch norm in eval mode."""
-        norm = self.function is F.batch_norm and self.kwargs.get("training", (*self.args, *[False] * 6)[5]) is False
-        return (norm or (self.function in BY_PLACE and not self.constants)) and len(self.inputs) == 1
-
-    @functools.cached_property
-    def writes(self) -> bool:
-        """Whether it writes into its first argument."""
-        return writes_first(self.function, self.kwargs)
-
-
-@dataclass
-class Graph:
-    """What a call of a module computes."""
-
-    calls: list[Call] = field(default_factory=list)
-    fakes: list[FakeTensor] = field(default_factory=list)
-    """Of each value, its shape, dtype, device and strides."""
-    inputs: list[int] = field(default_factory=list)
-    result: Any = None
-    """What the module returns, with a Ref for each tensor that was computed."""
-    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of results that are not returned as they are computed: in other strides than those of their fakes."""
-    changed: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    """The lists and mappings among the arguments that the module changes (`Arguments.change`), with Refs as well."""
-    kept: list[tuple[Any, dict[Any, Any]]] = field(default_factory=list)
-    """Attributes, lists and mappings of modules that the call changes, as of `Held.changes`, with Refs as well."""
-    fed: list[Tensor] = field(default_factory=list)
-    """Tensors that were there before, and of whose numbers the module computed others: constants of the graph."""
-    made: int = 0
-    """Bytes of the constants that were not there before, and of casts that autocast keeps. They are there during the
-    whole call.
-    """
-    repeatable: bool = True
-    """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
-    needs: set[int] = field(default_factory=set)
-    """Values whose gradients are needed for those that are asked for. Nothing: nobody asks."""
-    undo: Callable[[], None] = lambda: None
-    """Undoes what the module changed while it was recorded, and that was kept."""
-    mode: FakeMode = field(default_factory=FakeMode)
-
-    @contextlib.contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
-
-    @property
-    def results(self) -> list[int]:
-        """The numbers of the values that the caller gets."""
-        return refs((self.result, self.changed, [change for _, change in self.kept]))
-
-
-def refs(values: Any) -> list[int]:
-    return [leaf.index for leaf in tree_leaves(values) if isinstance(leaf, Ref)]
-
-
-def is_differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
+from .draws import Draws
+from .graph import Call, Graph, Ref, autocast_of, is_differentiable
+from .named import Elsewhere, functions_of
+from .state import Held, modules_of, objects, owners_of
+from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
 
 class Recorded(Tensor):
@@ -197,9 +82,14 @@ _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 class Recorder:
     """Writes calls down."""
 
-    def __init__(self, names: dict[int, str], gradients: bool) -> None:
+    def __init__(self, names: dict[int, str], gradients: bool, watch: Watch) -> None:
         self.graph, self.gradients = Graph(), gradients
-        self._names = names
+        self._names, self._watch = names, watch
+        watch.before_read, watch.before_write = self._before_read, self._before_write
+        self._readers: dict[int | None, list[Call]] = {}
+        """By the storages of their constants."""
+        self._statistics: set[int | None] = set()
+        """The storages of running statistics that calls move, which they do when all is computed."""
         self._inside: list[str] = [""]
         self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
 
@@ -267,7 +157,7 @@ class Recorder:
             if numbers is not None:
                 seed = self.call(draw_seed, (args[0].device,), {})
                 return self.call(dropout_by_seed, (args[0], seed), numbers)
-            with torch._C.DisableTorchFunctionSubclass(), self.graph.mode, torch.no_grad():
+            with torch._C.DisableTorchFunctionSubclass(), self._watch.off(), self.graph.mode, torch.no_grad():
                 found = function(*given[0], **given[1])
         except NotServed:
             raise
@@ -292,7 +182,7 @@ class Recorder:
         args, kwargs = tree_map_only(Recorded, lambda value: Ref(value._index), (args, kwargs))
         device = str(self.graph.fakes[self.graph.inputs[0]].device.type)
         call = Call(function, args, kwargs, self._inside[-1], autocast_of(device), history=torch.is_grad_enabled())
-        self.graph.calls.append(call)
+        self._add(call)
         if writes:
             return self._written(call, cast(Recorded, first))
 
@@ -302,6 +192,34 @@ class Recorder:
         made = tree_map(wrap, found)
         call.result = tree_map_only(Recorded, lambda value: Ref(value._index), made)
         return made
+
+    def _add(self, call: Call) -> None:
+        self.graph.calls.append(call)
+        moved = call.moved
+        self._before_read([one for one in call.constants if not any(one is other for other in moved)])
+        for constant in call.constants:
+            self._readers.setdefault(storage_of(constant), []).append(call)
+        self._statistics.update(map(storage_of, moved))
+
+    def _before_read(self, tensors: list[Tensor]) -> None:
+        if self._statistics and not self._statistics.isdisjoint(map(storage_of, tensors)):
+            raise self.refuse("batch_norm", "the module reads its running statistics, or writes into them, after it")
+
+    def _before_write(self, tensors: list[Tensor]) -> None:
+        """Calls that were given these tensors read what is in them now."""
+        self._before_read(tensors)
+        storages = set(map(storage_of, tensors))
+
+        def copied(tensor: Tensor) -> Tensor:
+            if storage_of(tensor) not in storages:
+                return tensor
+            if self.gradients and tensor.requires_grad:
+                raise self.refuse("a call in place", "it writes into a tensor that a call before it has read")
+            return tensor.detach().clone()
+
+        for call in (call for storage in storages for call in self._readers.pop(storage, [])):
+            call.args, call.kwargs = tree_map_only(Tensor, copied, (call.args, call.kwargs))
+            del call.constants
 
     def _written(self, call: Call, value: Recorded) -> Recorded:
         """The same object is another value from here on. Views of it cannot be read any more."""
@@ -338,12 +256,6 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def autocast_of(device: str) -> Autocast:
-    return (
-        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device), torch.is_autocast_cache_enabled(),
-    )  # fmt: skip
 
 
 def _kept_casts(graph: Graph, device: torch.device) -> int:
@@ -386,50 +298,52 @@ def record(
     what the module computes of its parameters alone has its history. NotServed, with nothing changed, for what cannot
     be recorded.
     """
-    names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
     parts = [part for whole in modules_of(module) for part in whole.modules()]
-    recorder = Recorder(names, torch.is_grad_enabled())
+    names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
+    owners = owners_of(module, parts, others)
+    held = Held(map(vars, owners))
+    values = held.values()
+    elsewhere = Elsewhere(functions_of(module, parts, values), owners, values)
+    draws = Draws(device, elsewhere.values)
+    watch = Watch(draws)
+    recorder = Recorder(names, torch.is_grad_enabled(), watch)
     graph = recorder.graph
-    held, undo = Held((*parts, *others, *(one for part in parts for one in objects([*vars(part).values()])))), Undo()
-    state = random_state(device)
-    values = []
+
+    def take_back() -> None:
+        for one in (watch, elsewhere, draws):
+            one.put_back()
+
+    made = []
     for shape, dtype, strides in images:
         with graph.mode:
             fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        values.append(recorder.value(cast(FakeTensor, fake)))
-        graph.inputs.append(values[-1]._index)
+        made.append(recorder.value(cast(FakeTensor, fake)))
+        graph.inputs.append(made[-1]._index)
     try:
         with (
-            undo,
+            watch.watching(),
             recorder.running(),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
         ):  # compiled modules run as they are
-            found = call(values)
+            found = call(made)
         changes = held.changes()
         recorder.check_there("the module's result", (found, [change for _, change in changes]))
         _check_taken_apart(found)
         graph.result, graph.changed = _referred(found)
         graph.kept = [(one, {key: _referred(value) for key, value in change.items()}) for one, change in changes]
     except BaseException:
-        undo.undo()
+        take_back()
         raise
     finally:
         held.put_back()
-    drew = any(not torch.equal(a, b) for a, b in zip(state, random_state(device), strict=True))
-    graph.fed = list(undo.fed.values())
-    graph.made = sum(undo.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
+    graph.fed = list(watch.fed.values())
+    graph.made = sum(watch.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
     graph.made += _kept_casts(graph, device)
-    graph.repeatable = not undo.before and not drew and not graph.kept
-
-    def take_back() -> None:
-        undo.undo()
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state(state[1], device)
-
+    changed = watch.changed() or watch.drew or draws.moved() or elsewhere.changed()
+    graph.repeatable = not changed and not graph.kept
     del found, changes
-    values.clear()
+    made.clear()
     try:
         recorder.check_gone()
     except NotServed:

@@ -16,6 +16,7 @@ from ..spatial.layout import in_layout_of, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
 from .chains import run_chain
+from .graph import Graph
 from .journal import Journal, State, resumed, rows_in_files
 from .kinds import (
     Kinds,
@@ -29,7 +30,6 @@ from .kinds import (
     whole_region,
 )  # fmt: skip
 from .outside import Outside, largest_read, largest_write
-from .record import Graph
 from .rows import Rows
 from .stores import Kept, Store
 from .strips import Asked, Links, NeedsWhole, local_of, part_cuts, run_part, run_whole

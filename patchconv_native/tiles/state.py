@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import threading
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -64,10 +67,21 @@ def change(container: Any, values: dict[Any, Any]) -> None:
 
 def objects(values: Any) -> list[Any]:
     """Of the leaves of a value those that have attributes, and are neither modules, tensors nor code."""
+    others = (Tensor, nn.Module, type, types.ModuleType, logging.Logger)
     return [
         leaf for leaf in tree_leaves(values)
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf)
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, others) and (not callable(leaf) or _is_called(leaf))
     ]  # fmt: skip
+
+
+def _is_called(value: Any) -> bool:
+    """Whether it is an object of a class with a method __call__, and none of torch's."""
+    return inspect.isfunction(type(value).__call__) and not is_of_torch(type(value))
+
+
+def is_of_torch(code: Any) -> bool:
+    """Of a function or a class."""
+    return str(code.__module__).partition(".")[0] in ("torch", "numpy", __name__.partition(".")[0])
 
 
 def modules_of(function: Any) -> list[nn.Module]:
@@ -85,12 +99,33 @@ def modules_of(function: Any) -> list[nn.Module]:
     return [value for value in found if isinstance(value, nn.Module)]
 
 
-class Held:
-    """What objects hold now, to be put back."""
+_DEPTH = 3
+_LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 
-    def __init__(self, owners: Iterable[Any]) -> None:
-        found = {id(container): container for owner in owners for container in containers((vars(owner),))}
+
+def owners_of(function: Any, parts: list[nn.Module], others: Iterable[Any]) -> list[Any]:
+    """The objects whose attributes a call may change: `parts`, its modules, the object that is called, `others`, and
+    the objects in attributes of these. Not those that have a lock: other threads use them.
+    """
+    found = {id(part): part for part in parts}
+    values = [*others, function, getattr(function, "__self__", None), *(list(vars(part).values()) for part in parts)]
+    for _ in range(_DEPTH):
+        inner = {id(one): one for one in objects(values) if id(one) not in found}
+        inner = {key: one for key, one in inner.items() if not any(isinstance(x, _LOCKS) for x in vars(one).values())}
+        found |= inner
+        values = [list(vars(one).values()) for one in inner.values()]
+    return list(found.values())
+
+
+class Held:
+    """What lists and mappings in `values` hold now, to be put back."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        found = {id(container): container for value in values for container in containers((value,))}
         self._before = [(container, contents(container)) for container in found.values()]
+
+    def values(self) -> list[Any]:
+        return [value for _, before in self._before for value in before.values()]
 
     def changes(self) -> list[tuple[Any, dict[Any, Any]]]:
         """The containers that hold something else now, each with the change."""

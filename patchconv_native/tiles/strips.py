@@ -22,7 +22,7 @@ from ..spatial.axis import Link
 from ..spatial.layout import empty, order
 from ..spatial.products import attend
 from ..spatial.rules import RULES
-from .record import Call, Ref, autocast_of
+from .graph import Call, Ref, autocast_of
 
 ADVICE = "pc.tile_plan(module, x) shows what is computed by strips"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..spatial import NotServed, Range
+from .graph import Graph
 from .kinds import Kinds, Region
 from .reach import Reach
-from .record import Graph
 
 SMALL = 8
 """A step is small whose values have this many times fewer bytes than the sweep's largest one."""

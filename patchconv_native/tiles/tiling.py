@@ -18,18 +18,19 @@ from torch.utils._pytree import tree_map_only
 
 from .._bytes import parse_bytes
 from ..spatial import NotServed
-from ..spatial.norms import TRACKING
 from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
 from .at_once import AtOnce
 from .calls import Progress, computed
+from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last
 from .gradients import find_needs, refuse_transforms, with_history
+from .graph import Graph, Ref, refs
 from .journal import Journal
 from .outside import Outside
 from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
-from .record import Graph, Ref, record, refs
+from .record import record
 from .state import change
 from .stores import Store, Where, check_store
 from .transfers import serves
@@ -301,10 +302,12 @@ def run_plan(
 
 @contextlib.contextmanager
 def _undone_on_error(graph: Graph) -> Iterator[None]:
-    """After an error, what the module changed while it was recorded, and running statistics, are as they were."""
+    """After an error, what the module changed while it was recorded, running statistics, and torch's generators are as
+    they were.
+    """
     undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
-    moving = (call for call in graph.calls if call.function in TRACKING and not call.by_place)
-    before = [(t, t.detach().clone()) for call in moving for t in call.constants]
+    before = [(t, t.detach().clone()) for call in graph.calls for t in call.moved]
+    generators = default_sources(graph.fakes[graph.inputs[0]].device)
     try:
         yield
     except BaseException:
@@ -312,6 +315,8 @@ def _undone_on_error(graph: Graph) -> Iterator[None]:
             for tensor, old in before:
                 if not torch.equal(tensor, old):
                     tensor.copy_(old)
+        for source in generators:
+            source.write(source.before)
         undo()
         raise
 

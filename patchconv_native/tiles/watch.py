@@ -6,25 +6,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..spatial.forms import in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
+from .draws import Draws
 
 _tensor: Any = Tensor
 ON_PIXELS = {
     "item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__contains__", "nonzero",
     "equal", "allclose",
 }  # fmt: skip
-_TAKES_NUMBERS = ON_PIXELS | {"is_nonzero", "__complex__"}
-"""They give Python numbers that are in a tensor."""
+_SET_DATA = _tensor.data.__set__
+_READS = {"tolist"}
+_GIVES = {"numpy", "__array__", "__dlpack__", *_READS}
+"""They give a tensor's numbers away, past torch's operators. What is not in _READS shares its memory."""
 
 
 def writes_first(function: Any, kwargs: dict[str, Any]) -> bool:
@@ -37,7 +40,7 @@ def writes_first(function: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_")
 
 
-def _storage(tensor: Tensor) -> int | None:
+def storage_of(tensor: Tensor) -> int | None:
     """None for a tensor that has none, as a sparse one."""
     try:
         return tensor.untyped_storage()._cdata
@@ -45,58 +48,151 @@ def _storage(tensor: Tensor) -> int | None:
         return None
 
 
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Which numbers it shows."""
+    storage = storage_of(tensor)
+    if storage is None or tensor.layout != torch.strided:
+        return (id(tensor),)
+    return storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def _plain(values: Any) -> list[Tensor]:
     """The tensors that are not recorded."""
     return [one for one in tree_leaves(values) if isinstance(one, Tensor) and not hasattr(one, "_recorder")]
 
 
-class Undo(TorchFunctionMode):
+_writes: dict[Any, list[tuple[int, str]]] = {}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments that it writes into, as its schema says. It does not say so of running
+    statistics.
+    """
+    if func not in _writes:
+        given = enumerate(func._schema.arguments)
+        _writes[func] = [
+            (place, one.name) for place, one in given
+            if (one.alias_info and one.alias_info.is_write) or one.name.startswith("running_")
+        ]  # fmt: skip
+    found = (args[place] if place < len(args) else kwargs.get(name) for place, name in _writes[func])
+    return _plain(list(found))
+
+
+def _nothing(tensors: list[Tensor]) -> None:
+    pass
+
+
+class Watch(TorchDispatchMode):
     """Keeps what tensors held that the module writes into, as batch norm into its counter; and notes of which tensors
-    the module computes others.
+    the module computes others. It sees every operator with numbers, and `numpy` by way of a mode for functions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws) -> None:
         super().__init__()
-        self.before: dict[int, tuple[Tensor, Tensor]] = {}
-        self.fed: dict[int, Tensor] = {}
+        self.draws, self.drew = draws, False
+        self.fed: dict[Any, Tensor] = {}
         """Those that were there before, or views of them."""
+        self.before_read: Callable[[list[Tensor]], None] = _nothing
+        """Called with tensors whose numbers are about to be read."""
+        self.before_write = self.before_read
+        self._kept: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+        """Tensors that were there before, the same memory, and what it held."""
+        self.wrote, self._off = False, False
         self._made: set[int | None] = set()
         """The storages that were not there before."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Once. What it calls is let go of then."""
+        try:
+            with self, _Functions(self):
+                yield
+        finally:
+            self.before_read = self.before_write = _nothing
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """For calls on values that have no data."""
+        before, self._off = self._off, True
+        try:
+            yield
+        finally:
+            self._off = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sets = func is _tensor.__setitem__
-        first: Any = next(iter(in_form(func, args, kwargs)[0]), None)
-        writes = type(first) in (Tensor, nn.Parameter) and (sets or writes_first(func, kwargs))
-        if writes and _storage(first) not in self._made:
-            self.before.setdefault(id(first), (first, first.detach().clone()))
+        if self._off:
+            return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Generator):
+                self.draws.note(leaf)
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        given, written = _plain((args, kwargs)), _written(func, args, kwargs)
+        if written:
+            self.before_write(written)
+            self.wrote |= self.keep(written)
+        if not func.is_view:
+            self.before_read(given)
         result = func(*args, **kwargs)
-        self._note(name_of(func), _plain((args, kwargs)), _plain(first if sets else result))
+        self._note(func, given, written + _plain(result))
         return result
 
-    def _note(self, name: str, given: list[Tensor], results: list[Tensor]) -> None:
-        if name == "__get__" or not (results or name in _TAKES_NUMBERS):
-            return  # an attribute, such as its shape; or a value that is recorded
-        of_given, into = set(map(_storage, given)), set(map(_storage, results))
-        if not name.endswith("_like") and (not name.startswith("new_") or name == "new_tensor"):  # those read a shape
-            known = self._made | (into - {None})
-            self.fed.update({id(one): one for one in given if _storage(one) not in known})
+    def _note(self, func: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        name = func._schema.name.partition("::")[2]
+        of_given, into = set(map(storage_of, given)), set(map(storage_of, results))
+        if name == "lift_fresh":  # torch.tensor has made it
+            of_given = set()
+        elif not (func.is_view or name.endswith("_like") or name.startswith("new_")):  # these read a shape
+            self.feeds([one for one in given if storage_of(one) not in into - {None}])
         self._made |= into - of_given - {None}
 
     def made_of(self, tensors: Iterable[Tensor]) -> list[int]:
         """Of the storages of tensors those that were not there before, in bytes."""
-        found = {key: one for one in tensors if (key := _storage(one)) in self._made}
+        found = {key: one for one in tensors if (key := storage_of(one)) in self._made}
         return [one.untyped_storage().nbytes() for one in found.values()]
 
-    @torch.no_grad()
-    def undo(self) -> None:
-        for tensor, before in reversed(self.before.values()):  # a view may have been written to before its base
-            tensor.copy_(before)
+    def feeds(self, tensors: list[Tensor]) -> None:
+        for one in tensors:
+            if storage_of(one) not in self._made:
+                self.fed.setdefault(_memory(one), one if one.is_leaf else one.detach())
+
+    def keep(self, tensors: list[Tensor]) -> bool:
+        """What they hold. Whether there are some that were there before."""
+        there = [tensor for tensor in tensors if storage_of(tensor) not in self._made]
+        for tensor in there:
+            if _memory(tensor) not in self._kept:
+                self._kept[_memory(tensor)] = tensor, tensor.detach(), tensor.detach().clone()
+        return bool(there)
+
+    def changed(self) -> bool:
+        return self.wrote or any(not torch.equal(alias, before) for _, alias, before in self._kept.values())
+
+    def put_back(self) -> None:
+        with torch.inference_mode():  # some tensors can be written to in it alone
+            for tensor, alias, before in reversed(self._kept.values()):  # some overlap
+                alias.copy_(before)
+                if _memory(tensor) != _memory(alias) and tensor.layout == torch.strided:
+                    tensor.data = alias
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+class _Functions(TorchFunctionMode):
+    """For a watch: what gives away a tensor's numbers without an operator."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        sets, name = func == _SET_DATA, name_of(func)
+        if sets or name in _GIVES:
+            tensors = _plain(args[0])
+            self._watch.before_read(tensors)
+            if name not in _READS:
+                self._watch.before_write(tensors)
+                self._watch.wrote |= self._watch.keep(tensors) and sets
+            if not sets:
+                self._watch.feeds(tensors)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ from ..planner.plans import BudgetError
 from .at_once import AtOnce
 from .backward_costs import backward_peak
 from .choices import STRIP, Choice, Learned, Planner, result_sizes
+from .graph import Graph
 from .kinds import Kinds, kinds_of
 from .plan import Least, TilePlan, Wishes, fits
-from .record import Graph
 from .sweeps import bytes_of
 
 MARGIN_OF_BACKWARD = 0.10

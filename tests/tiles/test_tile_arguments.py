@@ -248,7 +248,9 @@ def test_objects_keep_what_they_keep_in_one_call() -> None:
 
 
 class Hidden:
-    """Of which nobody knows that it has attributes."""
+    """Of which nobody knows that it has an attribute."""
+
+    __slots__ = ("inner",)
 
     def __init__(self) -> None:
         self.inner = Thing()
