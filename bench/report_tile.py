@@ -65,6 +65,7 @@ def sections(data: Row) -> Iterator[Section]:
         stock = {(row["side"], row.get("date")): row for row in rows if row["form"] == "stock"}
         error = data["errors"].get(case, {})
         said = ", ".join(f"{form} {value:.3g}" for form, value in error.items())
+        said += f" ({data['errors_date']})" if said and "errors_date" in data else ""
         yield Section(
             f"Root mean square error against float64, in units of stock's own: {said}." if said else "",
             ["megapixels", "form", "peak, MiB", "process, MiB", "seconds", "of stock's"],
