@@ -151,6 +151,9 @@ class Recorder:
             return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
+        if name == "narrow" and len(args) > 2 and type(args[2]) is Tensor:  # a place: before torch 2.14 a fake one
+            args = (*args[:2], int(args[2]), *args[3:])
+            asked = args, kwargs
         given = tree_map_only(Recorded, lambda value: value._fake, asked)  # as it was asked: errors are torch's
         try:
             numbers = seeded(function, *args, **kwargs) if function in DROPOUTS else None
