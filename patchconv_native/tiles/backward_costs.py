@@ -51,8 +51,6 @@ class _Predicted(Backward):
             key: torch.empty_like(one, dtype=precise(one.dtype)) for key, one in self._constants.items()
         }
         self.asked = [*self.grads.values(), *self._of_constants.values()]
-        self.more = sum(self._of_constants[key].nbytes - one.nbytes for key, one in self._constants.items())
-        """Bytes that sums of gradients in half precision take besides these."""
 
     def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         every = tiles.all()
@@ -88,7 +86,15 @@ def backward_peak(plan: TilePlan, rough: bool = False) -> int:
     counted.there_before([graph.fakes, list(swaps.values()), list(grads.values()), run.answers, predicted.asked])
     with graph.mode, counted:
         predicted.run(grads)
-    return _saved(plan, run) + predicted.more + peak.most
+    sums = sum(_sum_of_gradient(one) for one in constants.values() if one.requires_grad)
+    return _saved(plan, run) + graph.made + sums + peak.most
+
+
+def _sum_of_gradient(constant: Tensor) -> int:
+    """Bytes that the sum of a constant's gradients takes above that gradient, where it is asked for: not of a weight
+    that the module has computed.
+    """
+    return constant.numel() * precise(constant.dtype).itemsize - (constant.nbytes if constant.is_leaf else 0)
 
 
 def _like(mode: Any, constant: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class Graded(Bands):
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
         super().__init__(graph, dims, wishes)
         if self._room is not None:
-            self._room = largest_peak(wishes.budget or 0, MARGIN_OF_BACKWARD)
+            self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
         whole = [Fraction(1)] * len(self.kinds.axes)
         self._shares = [whole, *_narrower(graph, self.kinds.axes)]
 
@@ -233,7 +233,9 @@ class Graded(Bands):
 
 
 def _narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
-    """Bands of half the image and less: the axis is halved along which they are longest."""
+    """Bands of half the image and less: the axis is halved along which they are longest. None without axes."""
+    if not axes:
+        return
     sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in axes]
     lengths = list(sizes)
     while lengths == sizes or max(lengths) > NARROWEST:

@@ -102,6 +102,44 @@ def test_gradients_in_a_budget_are_those_of_one_call(name: str) -> None:
     assert_alike(graded(net, given, lambda x: pc.tile(net, x, budget=refused.value.least)), expected)
 
 
+class Placed(nn.Module):
+    """Adds a tensor of the image's size that it makes, and has a weight that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(conv(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x + torch.linspace(0, 1, x.numel()).view(x.shape)).square().mean()
+
+
+def test_what_a_module_makes_counts_in_both_passes() -> None:
+    torch.manual_seed(0)
+    net, x = Placed(), structured((1, 32, 80, 60)).float()
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    peak, _ = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least))
+    assert x.nbytes < peak <= refused.value.least
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_signals_and_volumes_in_a_budget(dims: int) -> None:
+    torch.manual_seed(0)
+    size = (4000,) if dims == 1 else (12, 24, 20)
+    net = nn.Sequential(*(getattr(nn, f"Conv{dims}d")(a, b, 3, padding=1) for a, b in ((2, 8), (8, 2)))).double()
+    x = structured((1, 2, *size)).requires_grad_()
+    stock = copy.deepcopy(net)
+    theirs, want = stepped(stock, x, stock)
+    wanted = x.grad
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least))
+    assert peak <= refused.value.least < theirs
+    assert_alike(
+        [got, x.grad, *(p.grad for p in net.parameters())], [want, wanted, *(p.grad for p in stock.parameters())]
+    )
+
+
 def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """More, and smaller ones, in less; without a budget, by the size of the largest value."""
     net, x = Net(), torch.randn(1, 3, 128, 128)
