@@ -17,6 +17,8 @@ BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels in a block of oneDNN's layouts."""
 MOST_COLUMNS = 2**20
 """Bytes of the columns that oneDNN fills for a thread, at most."""
+PAGE = 4096
+"""What oneDNN rounds its scratch memory up to: bytes, and also elements."""
 
 
 @dataclass
@@ -165,17 +167,38 @@ def _transposed(conv: Conv) -> tuple[int, int]:
     """Elements, and bytes besides them."""
     (given, made), threads = conv.channels, torch.get_num_threads()
     result, more = math.prod(conv.output), 4224 + 4120 * threads
-    weights = conv.groups * conv.taps * given * up(made, min(up(made, BLOCK), 4 * BLOCK) if conv.last else BLOCK)
-    spread = 0
-    if conv.strided:  # for each thread, the input with borders
-        height = conv.input[2] if len(conv.input) > 3 else 1
-        borders = (height + conv.weight[2] - 1) / height
-        spread = threads * up(conv.input[1], 4) * int(1.13 * borders * math.prod(conv.input[2:]) + 256)
-    if conv.last:
-        return spread + weights, more
+    if conv.strided and (conv.groups == 1 or given > BLOCK // 2):
+        weights = conv.groups * conv.taps * given * up(made, BLOCK if made <= 2 * BLOCK else 4 * BLOCK)
+        read = 0 if conv.last or conv.input[1] == 1 else math.prod(conv.input)
+        copies = 0 if conv.last or conv.output[1] == 1 else 2 * result
+        scratch, more = _spread(conv)
+        return max(read + weights + scratch, copies), more
+    if conv.last and conv.groups == 1:
+        read = math.prod(conv.input) if conv.taps == 1 and max(conv.padding) > 0 else 0
+        return read + conv.taps * given * up(made, min(up(made, BLOCK), 4 * BLOCK)), more
     weights = conv.groups * conv.taps * up(given, BLOCK) * up(made, BLOCK)
+    if conv.last:
+        return weights, more
     read, out = blocked(conv.input), blocked(conv.output)
     if conv.groups > 1 and not conv.by_columns:
         return max(read + weights + out - result, out), more
     columns = threads * made * conv.taps * math.prod(conv.input[-2:]) * conv.by_columns
-    return max(columns, spread + read + weights + out - result, out + result * conv.strided), more
+    return max(columns, read + weights + out - result, out), more
+
+
+def _spread(conv: Conv) -> tuple[int, int]:
+    """Where a transposed convolution has a stride, oneDNN copies the input with borders for each thread. Elements, and
+    bytes besides them.
+    """
+    threads, spatial = torch.get_num_threads(), zip(
+        conv.input[2:], conv.weight[2:], conv.stride, conv.padding, conv.output_padding, conv.dilation, strict=True
+    )  # fmt: skip
+    places = 1
+    for size, kernel, stride, padding, extra, dilation in spatial:
+        reach = (kernel - 1) * dilation
+        places *= size + max(0, reach - padding) // stride + max(0, reach - padding + extra) // stride
+    elements, bookings = up(places * conv.input[1], PAGE), 3
+    if conv.output[-1] % conv.stride[-1]:  # rows of the result that are cut where they end
+        elements += up(up(conv.output[-1], conv.stride[-1]) * conv.stride[-1] * conv.output[1], PAGE)
+        bookings += 1
+    return threads * elements, 2 * PAGE * threads + PAGE * (bookings - 1) + 128 + 4120 * threads
