@@ -11,6 +11,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # it holds on to the process group that is there when it is first imported: here, none
 from torch.distributed.device_mesh import init_device_mesh
 
 import patchconv_native as pc
@@ -59,7 +60,7 @@ def main() -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step}: loss {loss.item():.5f}, {tuple(x.to_local().shape)} on this rank", flush=True)
-    dist.barrier()  # no rank ends while another, or a thread of its own, still works for it
+    dist.barrier()  # no rank ends while another still works
     dist.destroy_process_group()
 
 

@@ -210,8 +210,12 @@ class Graded(Bands):
         return None
 
     def _graded(self, plan: TilePlan, shares: list[Fraction], rough: bool = False) -> TilePlan:
-        one = dataclasses.replace(plan, tiles=shares, margin=max(plan.margin, MARGIN_OF_BACKWARD))
-        return dataclasses.replace(one, peak=max(plan.peak, backward_peak(one, rough)))
+        return self._tiled(plan, shares, backward_peak(self._tiled(plan, shares), rough))
+
+    def _tiled(self, plan: TilePlan, shares: list[Fraction], backward: int = 0) -> TilePlan:
+        """With tiles of these shares, whose backward pass takes so many bytes."""
+        margin, peak = max(plan.margin, MARGIN_OF_BACKWARD), max(plan.peak, backward)
+        return dataclasses.replace(plan, tiles=shares, margin=margin, peak=peak)
 
     def least(self, below: float) -> Least | None:
         return self._least
@@ -222,10 +226,9 @@ class Graded(Bands):
         planner, widths = self._ways[0]
         stored = set(planner.gathered)
         found = self._measured(widths, stored, planner.choose(stored, None))
-        one = self._graded(found[0], self._shares[-1])
-        if found[0].peak < one.peak:
-            return one, found[1]
-        backward = backward_peak(one)
+        backward = backward_peak(self._tiled(found[0], self._shares[-1]))
+        if found[0].peak <= backward:
+            return self._tiled(found[0], self._shares[-1], backward), found[1]
         found = self._measured(widths, stored, planner.choose(stored, backward))
         if found[0].peak > backward:
             found = super().least(math.inf) or found
