@@ -1,7 +1,8 @@
 """The backward pass of a call of `tile`: its sweeps in reverse order.
 
-Each sweep is cut into tiles: parts of what it gives (results, stored values, shares of numbers of the whole image),
-which do not overlap. For one tile after the other, what it gives is computed again from what is stored, with history,
+Stored values that the forward pass did not keep are computed again, for one stretch of sweeps after the other. Each
+sweep is cut into tiles: parts of what it gives (results, stored values, shares of numbers of the whole image), which do
+not overlap. For one tile after the other, what it gives is computed again from what is stored, with history,
 and differentiated. Gradients of stored values and of images are added up at their places, always in the same order;
 those of a number of the whole image become those of each tile's share of it, in the sweep that asked for it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,14 +25,11 @@ from ..spatial.parts import precise
 from .bands import AxisTiles
 from .chains import run_chain
 from .graph import Graph
-from .kinds import Kinds, Region, calls_between, on_whole, part_of, whole_region
+from .kinds import Region, calls_between, on_whole, part_of, whole_region
 from .plan import TilePlan
-from .run import Run, from_answers
+from .run import Run, from_answers, run_sweep
 from .strips import Links, NeedsWhole, local_of, run_whole
-from .sweeps import Step, Sweep, values_needed
-
-Number = tuple[int, int]
-"""A number of the whole image: the call that asks for it, and which of its questions."""
+from .sweeps import Number, Step, Sweep, leading_to
 
 
 class _Graph:
@@ -59,28 +58,6 @@ class _Graph:
                 add(grad)
 
 
-def sweep_of_gradients(
-    graph: Graph, kinds: Kinds, stored: set[int], number: int, given: set[int], numbers: set[Number]
-) -> Sweep:
-    """The calls of a sweep that lead to those of its results and stored values, and to those numbers of the whole
-    image, whose gradients are there.
-    """
-    sweep = values_needed(graph, kinds, stored, number, set(graph.results))
-    sweep.results, sweep.stores = sweep.results & given, sweep.stores & given
-    needed, steps = sweep.results | sweep.stores, []
-    for step in reversed(sweep.steps):
-        call = graph.calls[step.call]
-        asked = (step.call, number - kinds.start[step.call]) in numbers
-        if asked if step.asks else not needed.isdisjoint(call.outputs):
-            steps.append(step)
-            step.reads = {v: [] for v in call.inputs if v in kinds.dims}
-            needed.update(call.inputs)
-    sweep.steps = steps[::-1]
-    sweep.sources = sweep.sources & needed
-    sweep.find_last_reads()
-    return sweep
-
-
 class Tiles:
     """A sweep's tiles: along each axis, what each step makes and reads."""
 
@@ -88,7 +65,7 @@ class Tiles:
         self.sweep = sweep
         self._axes = [
             AxisTiles(plan.graph, kinds, sweep, width, reach)
-            for kinds, width, reach in zip(plan.kinds.axes, plan.tiles, plan.reaches, strict=True)
+            for kinds, width, reach in zip(plan.kinds.axes, plan.tiles[sweep.number], plan.reaches, strict=True)
         ]
 
     def all(self) -> list[tuple[int, ...]]:
@@ -100,6 +77,11 @@ class Tiles:
     def rows(self, axis: int, part: int) -> int:
         """What all steps make in a part of an axis."""
         return sum(high - low for low, high in (made[part] for made in self._axes[axis].made))
+
+    def share_made(self, place: int) -> float:
+        """What all tiles make of a step's result, in units of it."""
+        made = (sum(high - low for low, high in axis.made[place]) / axis.sizes[place] for axis in self._axes)
+        return math.prod(made)
 
     def reads(self, place: int, v: int, tile: Sequence[int]) -> Region:
         return tuple(axis.reads[place][v][part] for axis, part in zip(self._axes, tile, strict=True))
@@ -129,10 +111,10 @@ def is_empty(region: Region) -> bool:
 
 class Backward:
     """run: as it was after the forward pass; images whose gradients are asked for require one. swaps: for a constant of
-    the graph, by its id, what is in its place.
+    the graph, by its id, what is in its place. once: whether there is no other backward pass.
     """
 
-    def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor]) -> None:
+    def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], once: bool = True) -> None:
         self.grads: dict[int, Tensor] = {}
         """Of images, of stored values and of results that are cut."""
         self._plan, self._kinds = plan, plan.kinds
@@ -144,6 +126,7 @@ class Backward:
         self._numbers: dict[Number, Tensor] = {}
         self._constants = {id(one): one for one in swaps.values() if one.requires_grad}
         self._of_constants: dict[int, Tensor] = {}
+        self._kept = set() if once else set(run.stored)
 
     def of_constant(self, constant: Tensor) -> Tensor | None:
         found = self._of_constants.get(id(constant))
@@ -158,23 +141,31 @@ class Backward:
             else:
                 _accumulate(self._whole, v, grad)
         results = set(grads)
-        for number in reversed(range(max(self._kinds.level.values(), default=0) + 1)):
-            self._sweep(number, results)
-            for place in reversed(calls_between(self._graph, self._kinds, number)):
-                self._between(place)
+        for stretch in reversed(self._plan.stretches):
+            for sweep in stretch.again:
+                run_sweep(self._run, sweep, lambda: None)
+            for number in reversed(range(stretch.begin, stretch.end)):
+                for v in [v for v in self._run.stored if self._kinds.level[v] >= number and v not in self._kept]:
+                    self._run.free(v)  # no sweep up to this one reads it
+                self._sweep(number, results)
+                for place in reversed(calls_between(self._graph, self._kinds, number)):
+                    self._between(place)
 
     def _sweep(self, number: int, results: set[int]) -> None:
         graph, kinds = self._graph, self._kinds
         stores = {v for v in self._plan.stored if kinds.level[v] == number and v in self.grads}
         asked = {(place, n) for place, n in self._numbers if kinds.start[place] + n == number}
-        sweep = sweep_of_gradients(graph, kinds, self._plan.stored, number, results | stores, asked)
-        tiles = Tiles(self._plan, sweep)
-        for tile in self._some(tiles) if sweep.steps else ():
-            self._tile(tiles, tile)
+        sweep = leading_to(graph, kinds, self._plan.stored, number, results | stores, asked)
+        if sweep.steps:
+            self._run_tiles(Tiles(self._plan, sweep))
         for v in stores | (results & set(sweep.results)):
             self.grads.pop(v, None)
         for one in asked:
             del self._numbers[one]
+
+    def _run_tiles(self, tiles: Tiles) -> None:
+        for tile in self._some(tiles):
+            self._tile(tiles, tile)
 
     def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         """Those that are run."""
@@ -225,7 +216,7 @@ class Backward:
         except NeedsWhole as needs:
             if not step.asks:
                 raise
-            found.output(needs.share, self._numbers[number])
+            found.output(needs.share, self._grad_of_number(number, needs.share))
             results = []
         self._add_links(found, step.call, links)
         for v, result in zip(call.outputs, results if not step.asks else (), strict=not step.asks):
@@ -286,6 +277,10 @@ class Backward:
         some = {id(one): one for step in steps for one in self._graph.calls[step.call].constants}
         for key in [key for key in some if key in self._constants]:
             found.leaf(some[key], functools.partial(_accumulate, self._of_constants, key))
+
+    def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
+        """Of a tile's share of it."""
+        return self._numbers[number]
 
     def _is_asked(self, place: int) -> bool:
         """Whether the gradients of a call's arguments are needed, and with them those of its numbers."""

@@ -1,10 +1,11 @@
-"""Predicts the memory of a backward pass: it runs on values without data, for the tiles that take the most."""
+"""Predicts the memory of a backward pass: its tiles run on values without data, those that take the most."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,12 @@ from ..spatial.parts import precise
 from .backward import Backward, Tiles
 from .chains import run_chain
 from .costs import PeakOf
-from .kinds import Region, box_shape, part_of
+from .kinds import Region, box_shape, calls_between, part_of
 from .plan import TilePlan
 from .run import Run
 from .stores import Store, extra
 from .strips import NeedsWhole
-from .sweeps import Step, Sweep, bytes_of
+from .sweeps import Number, Step, Sweep, leading_to
 
 
 @dataclasses.dataclass
@@ -45,12 +46,24 @@ class _Predicted(Backward):
     def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], rough: bool) -> None:
         super().__init__(plan, run, swaps)
         self._rough = rough
-        for v in self._needs & set(self._graph.inputs):  # what was asked for does not count
-            self.grads[v] = torch.empty_like(self._run.inputs[v].x)
+        self.grads = {v: torch.empty_like(self._graph.fakes[v]) for v in self._needs if v in self._kinds.dims}
         self._of_constants = {
             key: torch.empty_like(one, dtype=precise(one.dtype)) for key, one in self._constants.items()
         }
-        self.asked = [*self.grads.values(), *self._of_constants.values()]
+        self.there = [*self.grads.values(), *self._of_constants.values()]
+
+    def of_sweep(self, sweep: Sweep) -> None:
+        self._run_tiles(Tiles(self._plan, sweep))
+
+    def of_calls(self, places: Sequence[int]) -> None:
+        """Calls on whole values, in this order."""
+        for place in places:
+            outputs = (v for v in self._graph.calls[place].outputs if v in self._needs and v not in self._kinds.dims)
+            self._whole.update((v, torch.empty_like(self._graph.fakes[v])) for v in outputs)
+            self._between(place)
+
+    def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
+        return torch.empty_like(share)
 
     def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         every = tiles.all()
@@ -58,36 +71,70 @@ class _Predicted(Backward):
         most = tuple(max(some, key=lambda part: tiles.rows(axis, part)) for axis, some in enumerate(parts))
         if self._rough:
             return [most]
-        at_border = [
-            (*most[:axis], part, *most[axis + 1 :]) for axis, some in enumerate(parts) for part in (some[0], some[-1])
-        ]
-        return list(dict.fromkeys([most, *at_border]))  # there padding is joined to what is read
+        corners = [tuple(some[end] for some in parts) for end in (0, -1)]
+        return list(dict.fromkeys([most, *corners]))  # there padding is joined to what is read
 
 
-def backward_peak(plan: TilePlan, rough: bool = False) -> int:
-    """The most bytes in the backward pass above images, parameters, results, and the gradients of these. rough: of each
-    sweep one of the largest tiles is looked at.
+class BackwardCosts:
+    """What the sweeps of a backward pass take besides the stored values and the gradients that are there before them.
+    Each is looked at once.
     """
-    graph, kinds = plan.graph, plan.kinds
-    device = graph.fakes[graph.inputs[0]].device
-    constants = {id(one): one for call in graph.calls for one in call.constants}
-    with graph.mode, torch.no_grad():
-        swaps = {key: _like(graph.mode, one) for key, one in constants.items()}
-        images: dict[int, Any] = {
-            v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs
+
+    def __init__(self, forward: TilePlan, answers: int) -> None:
+        """forward: a plan of the forward pass. answers: bytes of its shares of numbers of the whole image."""
+        self.graph, self.kinds, self.forward = forward.graph, forward.kinds, forward
+        self._known: dict[tuple[Any, ...], int] = {}
+        graph = self.graph
+        constants = {id(one): one for call in graph.calls for one in call.constants}
+        sums = sum(_sum_of_gradient(one) for one in constants.values() if one.requires_grad)
+        read = {v for call in graph.calls for v in call.inputs if v not in self.kinds.dims and v not in graph.inputs}
+        whole = {graph.fakes[v].untyped_storage()._cdata: graph.fakes[v].untyped_storage().nbytes() for v in read}
+        self.always = sum(whole.values()) + answers + sums + graph.made
+        """Bytes of what is there during the whole pass: whole values, and sums of gradients of parameters."""
+        with graph.mode, torch.no_grad():
+            self._swaps = {key: _like(graph.mode, one) for key, one in constants.items()}
+            images: dict[int, Any] = {
+                v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs
+            }
+            self._run = _Shapes(graph, self.kinds, set(), {}, Store("device"), inputs=images, outside=forward.outside)
+            self._run.whole = {v: fake for v, fake in enumerate(graph.fakes) if v not in self.kinds.dims}
+            self._run.answers = _answers(forward, self._run)
+
+    def sweep(self, stored: set[int], number: int, shares: list[Fraction], rough: bool = False) -> tuple[Sweep, int]:
+        """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
+        largest tiles is looked at.
+        """
+        graph, kinds = self.graph, self.kinds
+        asked = {
+            (place, number - kinds.start[place])
+            for place, call in enumerate(graph.calls)
+            if kinds.start[place] <= number < kinds.done(place) and not graph.needs.isdisjoint(call.inputs)
         }
-        run = _Shapes(graph, kinds, plan.read_later, {}, Store("device"), inputs=images, outside=plan.outside)
-        run.whole = {v: fake for v, fake in enumerate(graph.fakes) if v not in kinds.dims}
-        run.answers = _answers(plan, run)
-        predicted = _Predicted(plan, run, swaps, rough)
-        grads = {v: torch.empty_like(graph.fakes[v]) for v in dict.fromkeys(graph.results) if v in graph.needs}
-    peak = PeakOf()
-    counted = Storages(peak, device)
-    counted.there_before([graph.fakes, list(swaps.values()), list(grads.values()), run.answers, predicted.asked])
-    with graph.mode, counted:
-        predicted.run(grads)
-    sums = sum(_sum_of_gradient(one) for one in constants.values() if one.requires_grad)
-    return _saved(plan, run) + graph.made + sums + peak.most
+        sweep = leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked)
+        steps = tuple((step.call, step.asks) for step in sweep.steps)
+        key = number, steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares, rough
+        if key not in self._known:
+            plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})
+            self._known[key] = self._peak(plan, rough, lambda one: one.of_sweep(sweep)) if steps else 0
+        return sweep, self._known[key]
+
+    def between(self, number: int) -> int:
+        """The most bytes that the calls on whole values before a sweep take."""
+        key = ("between", number)
+        if key not in self._known:
+            places = calls_between(self.graph, self.kinds, number)[::-1]
+            self._known[key] = self._peak(self.forward, False, lambda one: one.of_calls(places)) if places else 0
+        return self._known[key]
+
+    def _peak(self, plan: TilePlan, rough: bool, run: Callable[[_Predicted], None]) -> int:
+        graph, peak = self.graph, PeakOf()
+        with graph.mode, torch.no_grad():
+            predicted = _Predicted(plan, self._run, self._swaps, rough)
+        counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+        counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, predicted.there])
+        with graph.mode, counted, torch.no_grad():
+            run(predicted)
+        return peak.most
 
 
 def _sum_of_gradient(constant: Tensor) -> int:
@@ -126,12 +173,3 @@ def _share(plan: TilePlan, run: Run, sweep: Sweep, step: Step, answers: dict[int
     except NeedsWhole as needs:
         return needs.share
     raise AssertionError("a step that asks has an answer")
-
-
-def _saved(plan: TilePlan, run: Run) -> int:
-    """Bytes of what the node keeps."""
-    graph = plan.graph
-    stored = sum(bytes_of(graph, v) for v in plan.stored) if plan.outside.counted else 0
-    read = {v for call in graph.calls for v in call.inputs if v not in plan.kinds.dims and v not in graph.inputs}
-    whole = {graph.fakes[v].untyped_storage()._cdata: graph.fakes[v].untyped_storage().nbytes() for v in read}
-    return stored + sum(whole.values()) + sum(one.nbytes for some in run.answers.values() for one in some)

@@ -55,6 +55,8 @@ class AxisTiles:
         """Of each step, what is computed of its result."""
         self.reads: list[dict[int, Ranges]] = [{v: [] for v in step.reads} for step in sweep.steps]
         tables = [reach(step.call) for step in sweep.steps]
+        self.sizes = [table.size for table in tables]
+        """Of each step's result."""
         for part in range(self.count):
             self._find(sweep, tables, part)
 

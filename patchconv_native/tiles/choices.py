@@ -14,12 +14,24 @@ from typing import Any
 from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
-from .costs import Cost, Known, Stored, answer_cost, answers_bytes, cost_of, places, rough_cost, sweep_peak, whole_cost
+from .costs import (
+    Cost,
+    Known,
+    Stored,
+    answer_cost,
+    answers_bytes,
+    cost_of,
+    places,
+    rough_cost,
+    sweep_peak,
+    whole_cost,
+    whole_rows,
+)
 from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import reach_of
-from .sweeps import Step, Sweep, bytes_of, cut_into, sweep_count, values_needed
+from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
 STRIP = 16 * MIB
 """Of the largest value of a sweep, what one strip should hold, so that strips stay in a CPU's caches."""
@@ -68,6 +80,8 @@ class Choice:
     last: dict[int, Time]
     before: list[Stored]
     """Of each number of a sweep, what is stored before it."""
+    answers: int = 0
+    """Bytes of the shares of numbers of the whole image, of all strips."""
 
 
 @dataclass
@@ -97,7 +111,8 @@ class Planner:
     """Finds the sweeps of one graph under several choices. What a step costs is measured once.
 
     kinds: its first axis is cut into strips, the others into bands of these widths, as of `cut_across`.
-    learned: shared with other planners of the same kinds. rough: in bands, by `rough_cost`.
+    learned: shared with other planners of the same kinds. rough: in bands, by `rough_cost`. kept: with gradients, the
+    stored values that are there until the backward pass; all, if None.
     """
 
     def __init__(
@@ -108,8 +123,10 @@ class Planner:
         widths: Sequence[Fraction],
         learned: Learned,
         rough: bool = False,
+        kept: set[int] | None = None,
     ) -> None:
         self.graph, self.kinds, self.outside, self.widths, self.rough = graph, kinds, outside, widths, rough
+        self.kept = kept if graph.needs else set()
         self.results = set(graph.results)
         self.count = sweep_count(graph, self.kinds)
         self.gathered = {
@@ -135,7 +152,7 @@ class Planner:
         while True:
             again: set[int] = set()
             for number in range(self.count):
-                steps = self._needed(stored, number).steps
+                steps = self.needed(stored, number).steps
                 made = {v for step in steps if not step.asks for v in self.graph.calls[step.call].outputs}
                 read = {v for step in steps for v in self.graph.calls[step.call].inputs}
                 again.update(v for v in made & read if v in self.kinds.dims and self.kinds.level[v] < number)
@@ -144,7 +161,7 @@ class Planner:
                 return stored
             stored |= {max(again)}
 
-    def _needed(self, stored: set[int], number: int) -> Sweep:
+    def needed(self, stored: set[int], number: int) -> Sweep:
         key = number, frozenset(v for v in stored if self.kinds.level[v] <= number)
         if key not in self._learned.needed:
             self._learned.needed[key] = values_needed(self.graph, self.kinds, stored, number, self.results)
@@ -152,11 +169,12 @@ class Planner:
 
     def bases(self, stored: set[int]) -> list[Sweep]:
         """The sweeps, not yet cut, with what each is the last to read."""
-        sweeps = [self._needed(stored, number) for number in range(self.count)]
+        sweeps = [self.needed(stored, number) for number in range(self.count)]
         last = {v: sweep.number for sweep in sweeps for v in sweep.sources}
-        for sweep in sweeps if not self.graph.needs else ():
+        freed = set() if self.kept is None else stored - self.kept
+        for sweep in sweeps:
             sweep.frees = {
-                v for v in stored & sweep.sources
+                v for v in freed & sweep.sources
                 if last[v] == sweep.number and (v not in self.gathered or self.gathered[v][0] <= sweep.number)
             }  # fmt: skip
         return [sweep for sweep in sweeps if sweep.steps]
@@ -212,6 +230,7 @@ class Planner:
             found.cuts.append(cut)
             found.peaks.append(max(between, peak + whole))
             answers, merged = answers + sum(shares), max([merged, *(5 * share for share in shares)])
+            found.answers = answers
             found.stored_most = max(found.stored_most, sum(one.bytes for one in there.values()))
         return found
 
@@ -248,6 +267,18 @@ class Planner:
     def sweeps(self, stored: set[int], choice: Choice) -> list[Sweep]:
         bases = {base.number: base for base in self.bases(stored)}
         return [self.cut(bases[number], strips, patient)[0] for number, strips, patient in choice.cuts]
+
+    def again(self, stored: set[int], number: int, wanted: set[int], room: int) -> tuple[Sweep, int]:
+        """The sweep that computes these stored values again, and the bytes that it takes above stored values: at most
+        `room`, where that is possible.
+        """
+        base = leading_to(self.graph, self.kinds, stored, number, wanted, set())
+        base.results = set()
+        there: Stored = {v: whole_rows(self.graph, self.kinds, v) for v in base.sources & stored}
+        before = sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
+        cut, (peak, after, _) = self._cut_for(base, there, before + room, None, None)
+        more = sum(rows.bytes for rows in after.values()) if self.outside.counted else 0
+        return self.cut(base, *cut[1:])[0], max(0, peak - more)
 
     def read_later(self, bases: list[Sweep]) -> set[int]:
         """Values that a sweep, or backward, reads after a call has got them whole."""
@@ -330,9 +361,9 @@ class Planner:
 
     def whole_flops(self, stored: set[int]) -> float:
         """The arithmetic of all sweeps, halos left out; one that has none counts as its bytes."""
-        return sum(self._call_flops(step.call) for sweep in self.bases(stored) for step in sweep.steps)
+        return sum(self.call_flops(step.call) for sweep in self.bases(stored) for step in sweep.steps)
 
-    def _call_flops(self, place: int) -> float:
+    def call_flops(self, place: int) -> float:
         if place not in self._flops:
             call, whole = self.graph.calls[place], self._whole(place)
             reads = {v: whole_region(self.graph, self.kinds, v) for v in call.inputs if v in self.kinds.dims}
@@ -356,6 +387,6 @@ class Planner:
         total, calls = 0.0, set()
         for step in (step for sweep in sweeps for step in sweep.steps):
             for place in step.calls:
-                total += self._call_flops(place) * sum(map(places, step.across)) / places(self._whole(place)[1:])
+                total += self.call_flops(place) * sum(map(places, step.across)) / places(self._whole(place)[1:])
             calls.update(step.calls)
-        return total / max(sum(map(self._call_flops, calls)), 1)
+        return total / max(sum(map(self.call_flops, calls)), 1)

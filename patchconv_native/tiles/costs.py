@@ -228,6 +228,13 @@ Stored = dict[int, Any]
 """Of each value its `CountedRows` (core/strips.h): rows that are there, with lengths in place of tensors."""
 
 
+def whole_rows(graph: Graph, kinds: Kinds, v: int) -> Any:
+    """The `CountedRows` of a value, all of them."""
+    found = _strips.CountedRows(row_bytes(graph, kinds, v))
+    found.add(graph.fakes[v].size(kinds.dims[v]))
+    return found
+
+
 def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside) -> int:
     """The most bytes during a sweep, above what is there whole before it (inputs and results).
 
@@ -244,8 +251,7 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
         most, there = max(most, there + peak), there + more
     if sweep.bands > 1:  # rows are there until the end
         for v in sweep.stores:
-            stored[v] = _strips.CountedRows(row_bytes(graph, kinds, v))
-            stored[v].add(graph.fakes[v].size(kinds.dims[v]))
+            stored[v] = whole_rows(graph, kinds, v)
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
         stored.pop(v, None)

@@ -119,6 +119,8 @@ class _Tiled(Function):
             raise NotServed("tile: second derivatives (create_graph=True) are not served")
         taped: _Taped = ctx.taped
         kept = tree_unflatten(list(ctx.saved_tensors), taped.spec)
+        once = not torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.maybe_clear_saved_tensors()
         given = [
             one.detach().requires_grad_(need) for one, need in zip(kept["given"], ctx.needs_input_grad[3:], strict=True)
         ]
@@ -126,7 +128,8 @@ class _Tiled(Function):
         images = dict(zip(of_tensors, given, strict=False))
         constants = given[len(images) :]
         swaps = {id(old): new for old, new in zip(taped.constants, constants, strict=True)}
-        found = Backward(taped.plan, _run_again(taped, kept, images), swaps)
+        found = Backward(taped.plan, _run_again(taped, kept, images), swaps, once)
+        del kept
         found.run({v: grad for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None})
         own = [found.grads.get(v) for v in images]
         return None, None, None, *own, *(found.of_constant(constant) for constant in constants)

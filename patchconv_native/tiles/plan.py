@@ -21,6 +21,16 @@ RECORDING = 8 * 1024
 
 
 @dataclass
+class Stretch:
+    """Sweeps `begin` to `end`, whose stored values are there together when the backward pass goes over them."""
+
+    begin: int
+    end: int
+    again: list[Sweep] = field(default_factory=list)
+    """What computes these values again, where the forward pass does not keep them."""
+
+
+@dataclass
 class TilePlan:
     """How `tile` computes a module on inputs of these shapes. print() it."""
 
@@ -46,8 +56,10 @@ class TilePlan:
     """Bytes of the result, where the budget counts them."""
     name: str = ""
     outside: Outside = field(default_factory=lambda: Outside("device"))
-    tiles: list[Fraction] = field(default_factory=list)
-    """In backward, which share of the image a tile has along each axis."""
+    tiles: dict[int, list[Fraction]] = field(default_factory=dict)
+    """In backward, of each number of a sweep: which share of the image a tile has along each axis."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """In backward, in the order of the forward pass."""
     reaches: Sequence[Callable[[int], Reach]] = field(default_factory=list)
     """Along each axis, that of each call."""
 
@@ -91,10 +103,20 @@ class TilePlan:
                 f"{' x '.join(map(str, across))} columns of the result; what they share is computed again"
             )
         if self.tiles:
-            tiles = math.prod(math.ceil(1 / share) for share in self.tiles)
-            rows = zip(result_sizes(self.graph, self.kinds), self.tiles, strict=False)
-            size = " x ".join(str(math.ceil(n * share)) for n, share in rows)
-            lines.append(f"backward    {_count(tiles, 'tile')} of at most {size} of the result")
+            tiles = [math.prod(math.ceil(1 / share) for share in shares) for shares in self.tiles.values()]
+            smallest = zip(result_sizes(self.graph, self.kinds), min(self.tiles.values(), key=math.prod), strict=False)
+            size = " x ".join(str(math.ceil(n * share)) for n, share in smallest)
+            lines.append(
+                f"backward    {_count(len(tiles), 'sweep')} of {min(tiles)} to {max(tiles)} tiles, the smallest of "
+                f"{size} of the result"
+            )
+            again = {v for stretch in self.stretches for sweep in stretch.again for v in sweep.stores}
+            if again:
+                parts = _count(sum(bool(one.again) for one in self.stretches), "part")
+                lines.append(
+                    f"again       {len(again)} of {_count(len(self.stored), 'stored value')}: not kept for the backward "
+                    f"pass, but computed again in it, in {parts}"
+                )
         if self.at_once:
             lines.append("at once     as one call of the module: each value is freed when it is read last")
             return "\n".join(lines)

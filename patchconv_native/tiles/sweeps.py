@@ -59,6 +59,10 @@ class Step:
         return self.reads[v][strip], *self.reads_across[v][band]
 
 
+Number = tuple[int, int]
+"""A number of the whole image: the call that asks for it, and which of its questions."""
+
+
 @dataclass
 class Sweep:
     number: int
@@ -119,6 +123,28 @@ def values_needed(graph: Graph, kinds: Kinds, stored: set[int], number: int, res
             if v in kinds.dims:
                 (sweep.sources if v in there else needed).add(v)
     sweep.steps.reverse()
+    return sweep
+
+
+def leading_to(
+    graph: Graph, kinds: Kinds, stored: set[int], number: int, given: set[int], numbers: set[Number]
+) -> Sweep:
+    """The calls of sweep `number`, without their rows, that lead to those of its results and stored values that are
+    given, and to those numbers of the whole image.
+    """
+    sweep = values_needed(graph, kinds, stored, number, set(graph.results))
+    sweep.results, sweep.stores = sweep.results & given, sweep.stores & given
+    needed, steps = sweep.results | sweep.stores, []
+    for step in reversed(sweep.steps):
+        call = graph.calls[step.call]
+        asked = (step.call, number - kinds.start[step.call]) in numbers
+        if asked if step.asks else not needed.isdisjoint(call.outputs):
+            steps.append(step)
+            step.reads = {v: [] for v in call.inputs if v in kinds.dims}
+            needed.update(call.inputs)
+    sweep.steps = steps[::-1]
+    sweep.sources = sweep.sources & needed
+    sweep.find_last_reads()
     return sweep
 
 

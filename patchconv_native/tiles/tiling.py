@@ -24,6 +24,7 @@ from .at_once import AtOnce
 from .calls import Progress, computed
 from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last
+from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
 from .graph import Graph, Ref, refs
 from .journal import Journal
@@ -34,7 +35,7 @@ from .record import record
 from .state import change
 from .stores import Store, Where, check_store
 from .transfers import serves
-from .ways import Bands, Graded, Strips, least_of
+from .ways import Bands, Strips, least_of
 
 LONG = 2.0
 """Seconds of planning after which the progress line says so."""

@@ -4,9 +4,6 @@ how wide bands of them.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,15 +13,12 @@ from .._bytes import format_bytes
 from ..planner.margin import MARGIN, largest_peak
 from ..planner.plans import BudgetError
 from .at_once import AtOnce
-from .backward_costs import backward_peak
 from .choices import STRIP, Choice, Learned, Planner, result_sizes
 from .graph import Graph
 from .kinds import Kinds, kinds_of
-from .plan import Least, TilePlan, Wishes, fits
+from .plan import Least, Stretch, TilePlan, Wishes, fits
 from .sweeps import bytes_of
 
-MARGIN_OF_BACKWARD = 0.10
-"""In place of planner.margin's: what libraries take in a backward pass is known less well."""
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
 TILE = 4 * STRIP
@@ -95,11 +89,13 @@ class Strips:
         found = chosen(planner, self._room, math.ceil(1 / widths[0]))
         return self._plan(planner, *found), lambda: planner.where(*found)
 
-    def _planner(self, widths: Sequence[Fraction], rough: bool = False) -> Planner:
-        return Planner(self._graph, self.kinds, self._wishes.outside, widths, self._learned, rough)
+    def _planner(self, widths: Sequence[Fraction], rough: bool = False, kept: set[int] | None = None) -> Planner:
+        return Planner(self._graph, self.kinds, self._wishes.outside, widths, self._learned, rough, kept)
 
-    def _measured(self, widths: Sequence[Fraction], stored: set[int], choice: Choice) -> Least:
-        planner = self._planner(widths)
+    def _measured(
+        self, widths: Sequence[Fraction], stored: set[int], choice: Choice, kept: set[int] | None = None
+    ) -> Least:
+        planner = self._planner(widths, kept=kept)
         exact = planner.choose(stored, None, cuts=choice.cuts)
         return self._plan(planner, stored, exact), lambda: planner.where(stored, exact)
 
@@ -109,7 +105,8 @@ class Strips:
             planner.graph, planner.kinds, sweeps, stored, choice.last, planner.read_later(sweeps), wishes.budget,
             max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
             os.fspath(wishes.outside.store), self._result, wishes.name, wishes.outside,
-            self._tiles() if planner.graph.needs else [], planner.reaches,
+            dict.fromkeys(range(planner.count + 1), self._tiles()) if planner.graph.needs else {},
+            [Stretch(0, planner.count + 1)], planner.reaches,
         )  # fmt: skip
 
     def _tiles(self) -> list[Fraction]:
@@ -129,7 +126,7 @@ class Bands(Strips):
         self.kinds = kinds_of(graph, dims)
         whole = [Fraction(1)] * len(self.kinds.others)
         self._ways = [
-            (self._planner(widths, rough=True), widths) for widths in (whole, *_narrower(graph, self.kinds.others))
+            (self._planner(widths, rough=True), widths) for widths in (whole, *narrower(graph, self.kinds.others))
         ]
 
     def fitting(self) -> TilePlan | None:
@@ -167,75 +164,7 @@ class Bands(Strips):
         return None if best is None else self._measured(self._ways[before][1], *best)
 
 
-class Graded(Bands):
-    """Plans with gradients: of the forward pass, and of the tiles that the backward pass computes again."""
-
-    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
-        super().__init__(graph, dims, wishes)
-        if self._room is not None:
-            self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
-        whole = [Fraction(1)] * len(self.kinds.axes)
-        self._shares = [whole, *_narrower(graph, self.kinds.axes)]
-
-    def fitting(self) -> TilePlan | None:
-        """With as much stored as fits: stored values and their gradients are both there in the backward pass."""
-        before: set[int] | None = None
-        for part in (1, 2, 4, 8):
-            plan = self._forward((self._room or 0) // part)
-            if plan is None or plan.stored == before:
-                continue
-            before = plan.stored
-            found = self._with_tiles(plan)
-            if found is not None:
-                return found
-        return self._least[0] if fits(self._least[0]) else None
-
-    def _forward(self, room: int) -> TilePlan | None:
-        """Of the forward pass, in this many bytes."""
-        before, self._room = self._room, room
-        try:
-            planner, widths = self._ways[0]
-            stored, choice = chosen(planner, room)
-            return self._measured(widths, stored, choice)[0] if max(choice.peaks) <= room else super().fitting()
-        finally:
-            self._room = before
-
-    def _with_tiles(self, plan: TilePlan) -> TilePlan | None:
-        """With the largest tiles that fit the budget."""
-        place = bisect.bisect_left(self._shares, True, key=lambda shares: fits(self._graded(plan, shares, rough=True)))
-        for shares in self._shares[place : place + 2]:  # the first ones may take more than about
-            one = self._graded(plan, shares)
-            if fits(one):
-                return one
-        return None
-
-    def _graded(self, plan: TilePlan, shares: list[Fraction], rough: bool = False) -> TilePlan:
-        return self._tiled(plan, shares, backward_peak(self._tiled(plan, shares), rough))
-
-    def _tiled(self, plan: TilePlan, shares: list[Fraction], backward: int = 0) -> TilePlan:
-        """With tiles of these shares, whose backward pass takes so many bytes."""
-        margin, peak = max(plan.margin, MARGIN_OF_BACKWARD), max(plan.peak, backward)
-        return dataclasses.replace(plan, tiles=shares, margin=margin, peak=peak)
-
-    def least(self, below: float) -> Least | None:
-        return self._least
-
-    @functools.cached_property
-    def _least(self) -> Least:
-        """Of the smallest tiles, with nothing stored where that is possible."""
-        planner, widths = self._ways[0]
-        stored = set(planner.gathered)
-        found = self._measured(widths, stored, planner.choose(stored, None))
-        backward = backward_peak(self._tiled(found[0], self._shares[-1]))
-        if found[0].peak <= backward:
-            return self._tiled(found[0], self._shares[-1], backward), found[1]
-        found = self._measured(widths, stored, planner.choose(stored, backward))
-        if found[0].peak > backward:
-            found = super().least(math.inf) or found
-        return self._graded(found[0], self._shares[-1]), found[1]
-
-
-def _narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
+def narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
     """Bands of half the image and less: the axis is halved along which they are longest. None without axes."""
     if not axes:
         return

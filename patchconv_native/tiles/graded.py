@@ -1,0 +1,292 @@
+"""Chooses how a call with gradients keeps its budget: what the forward pass keeps, what the backward pass computes
+again, and the tiles of the latter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..planner.margin import largest_peak
+from .backward import Tiles
+from .backward_costs import BackwardCosts
+from .choices import Choice, Planner
+from .graph import Graph
+from .plan import Least, Stretch, TilePlan, Wishes, fits
+from .sweeps import bytes_of, leading_to
+from .ways import TILE, Bands, narrower
+
+MARGIN_OF_BACKWARD = 0.10
+"""In place of planner.margin's: what libraries take in a backward pass is known less well."""
+STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Numbers of stretches that are looked at."""
+LEFT_OUT = 0.15
+"""Of the bytes of stored values, the share that the next routes store no more."""
+MOST_TRIED = 3
+"""Routes whose tiles are looked for."""
+
+
+@dataclass
+class Route:
+    """What is stored between sweeps, and the stretches of the backward pass."""
+
+    stored: set[int]
+    kept: set[int]
+    """Of these, what the forward pass keeps."""
+    stretches: list[Stretch]
+    held: list[int]
+    """Of each number of a sweep, the bytes of stored values and gradients that are there in the backward pass."""
+    work: float
+    """The arithmetic of both passes, without what tiles read of each other."""
+
+
+class Graded(Bands):
+    """Plans with gradients."""
+
+    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
+        super().__init__(graph, dims, wishes)
+        if self._room is not None:
+            self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
+        whole = [Fraction(1)] * len(self.kinds.axes)
+        self._shares = [whole, *narrower(graph, self.kinds.axes)]
+        self._exact = self._planner(self._ways[0][1])
+
+    @functools.cached_property
+    def _costs(self) -> BackwardCosts:
+        stored = self._exact.everything_stored()
+        choice = self._exact.choose(stored, None)
+        return BackwardCosts(self._plan(self._exact, stored, choice), choice.answers)
+
+    def fitting(self) -> TilePlan | None:
+        """Of the routes that fit, that of the least arithmetic."""
+        best: TilePlan | None = None
+        least_work, tried = math.inf, 0
+        for route in self._routes:
+            if route.work >= least_work or tried == MOST_TRIED:
+                break
+            tiles = self._tiles_of(route, self._room or 0)
+            if tiles is None:
+                continue
+            tried += 1
+            plan = self._planned(route, tiles)
+            if plan is not None and self._work(route, plan.tiles) < least_work:
+                best, least_work = plan, self._work(route, plan.tiles)
+        return best or (self._least[0] if fits(self._least[0]) else None)
+
+    def least(self, below: float) -> Least | None:
+        return self._least
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Routes.
+
+    @functools.cached_property
+    def _routes(self) -> list[Route]:
+        found, stored = [], self._exact.everything_stored()
+        while True:
+            counts = [n for n in STRETCHES if n == 1 or n <= len({self.kinds.level[v] for v in stored})]
+            found += [self._route(stored, count) for count in counts]
+            dropped = self._cheapest(stored)
+            if not dropped:
+                return sorted(found, key=lambda route: route.work)
+            stored = stored - dropped
+
+    def _cheapest(self, stored: set[int]) -> set[int]:
+        """Of the stored values, those that cost the least arithmetic a byte when they are computed again."""
+        planner, graph = self._exact, self._graph
+        readers = {v: [base.number for base in planner.bases(stored) if v in base.sources] for v in stored}
+
+        def flops(some: set[int], v: int) -> float:
+            needed = (planner.needed(some, number) for number in readers[v])
+            return sum(planner.call_flops(step.call) for sweep in needed for step in sweep.steps)
+
+        price = {
+            v: (flops(stored - {v}, v) - flops(stored, v)) / bytes_of(graph, v) for v in stored - self._always(stored)
+        }
+        enough = LEFT_OUT * sum(bytes_of(graph, v) for v in price)
+        found: set[int] = set()
+        for v in sorted(price, key=lambda v: price[v]):
+            if found and sum(bytes_of(graph, one) for one in found) >= enough:
+                break
+            found.add(v)
+        return found
+
+    def _always(self, stored: set[int]) -> set[int]:
+        return stored & self._exact.gathered.keys()
+
+    def _route(self, stored: set[int], count: int) -> Route:
+        planner, graph, level = self._exact, self._graph, self.kinds.level
+        last = {v: planner.gathered[v][0] for v in self._always(stored)}
+        for base in planner.bases(stored):
+            last.update({v: max(base.number, last.get(v, 0)) for v in base.sources & stored})
+        begins = self._begins(stored, last, count)
+        kept = self._always(stored) | {v for v in stored if level[v] >= begins[-1]}
+        kept |= {v for v in stored for begin in begins if level[v] < begin <= last[v]}
+        stretches = [Stretch(a, b) for a, b in itertools.pairwise([*begins, planner.count + 1])]
+        again = [leading_to(graph, self.kinds, stored, *one, set()) for one in self._again(stored, kept)]
+        work = 4 * planner.whole_flops(stored)
+        work += sum(planner.call_flops(step.call) for sweep in again for step in sweep.steps)
+        return Route(stored, kept, stretches, self._held(stored, kept, stretches, last), work)
+
+    def _again(self, stored: set[int], kept: set[int]) -> list[tuple[int, set[int]]]:
+        """Numbers of sweeps, and what they compute again."""
+        found: dict[int, set[int]] = {}
+        for v in stored - kept:
+            found.setdefault(self.kinds.level[v], set()).add(v)
+        return sorted(found.items())
+
+    def _begins(self, stored: set[int], last: dict[int, int], count: int) -> list[int]:
+        """Of so many stretches, with about as many bytes of stored values in each, and little to keep between them."""
+        level, graph = self.kinds.level, self._graph
+        bytes_ = {v: bytes_of(graph, v) for v in stored}
+        total = sum(bytes_.values())
+        numbers = range(1, self._exact.count + 1)
+        before = {n: sum(bytes_[v] for v in stored if level[v] < n) for n in numbers}
+        live = {n: sum(bytes_[v] for v in stored if level[v] < n <= last[v]) for n in numbers}
+        found = {0}
+        for part in range(1, count):
+            goal = total * part / count
+            near = [n for n in numbers if abs(before[n] - goal) <= total / (2 * count)]
+            if near:
+                found.add(min(near, key=lambda n: (live[n], abs(before[n] - goal))))
+        return sorted(found)
+
+    def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
+        graph, level = self._graph, self.kinds.level
+        grads = {v: last[v] for v in stored & graph.needs}
+        for call in graph.calls:  # of whole values
+            for v in call.inputs:
+                if v in graph.needs and v not in self.kinds.dims:
+                    grads[v] = max(grads.get(v, 0), *(level[out] for out in call.outputs), level[v])
+        found = []
+        for stretch in stretches:
+            for number in range(stretch.begin, stretch.end):
+                there = [v for v in stored if level[v] < number and (v in kept or level[v] >= stretch.begin)]
+                found.append(sum(bytes_of(graph, v) for v in there) if self._wishes.outside.counted else 0)
+                found[-1] += sum(bytes_of(graph, v) for v, end in grads.items() if level[v] <= number <= end)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Tiles.
+
+    def _tiles_of(self, route: Route, room: int) -> dict[int, list[Fraction]] | None:
+        """Of each sweep, the largest tiles that about fit into this many bytes; None, where there are none."""
+        found = {}
+        for number, held in sorted(enumerate(route.held), key=lambda one: -one[1]):
+            left = room - self._costs.always - held
+            place = self._largest(route, number, left) if self._costs.between(number) <= left else len(self._shares)
+            if place == len(self._shares):
+                return None
+            found[number] = self._shares[place]
+        return found
+
+    def _largest(self, route: Route, number: int, left: int) -> int:
+        """The place of the largest tiles that about take this many bytes; the number of all, where none do."""
+        sweep = leading_to(self._graph, self.kinds, route.stored, number, route.stored, set())
+        values = [v for step in sweep.steps for v in self._graph.calls[step.call].outputs if v in self.kinds.dims]
+        largest = max((bytes_of(self._graph, v) for v in (*values, *sweep.sources)), default=0)
+        parts = [math.prod(shares) for shares in self._shares]
+        first = next((k for k, part in enumerate(parts) if largest * part <= TILE), len(parts) - 1)
+        guess: float = 3 * sum(bytes_of(self._graph, v) for v in values)
+        place = first
+        while True:  # what a tile takes is about in proportion to its part of the image
+            place = max(place, next((k for k, part in enumerate(parts) if guess * part <= left), len(parts) - 1))
+            taken = self._costs.sweep(route.stored, number, self._shares[place], rough=True)[1]
+            if taken <= left:
+                return place
+            if place == len(parts) - 1:
+                return len(parts)
+            guess, place = float(taken / parts[place]), place + 1
+
+    def _taken(self, route: Route, number: int, shares: list[Fraction]) -> int:
+        """With the tiles at the border."""
+        return max(self._costs.sweep(route.stored, number, shares)[1], self._costs.between(number))
+
+    def _backward_peak(self, route: Route, tiles: dict[int, list[Fraction]]) -> int:
+        most = max(held + self._taken(route, number, tiles[number]) for number, held in enumerate(route.held))
+        return self._costs.always + most
+
+    def _work(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
+        """With what tiles read of each other."""
+        work, planner = route.work, self._exact
+        plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles=tiles)
+        for number, shares in tiles.items():
+            sweep, _ = self._costs.sweep(route.stored, number, shares, rough=True)
+            if sweep.steps:
+                cut = Tiles(plan, sweep)
+                more = (cut.share_made(place) - 1 for place in range(len(sweep.steps)))
+                steps = zip(sweep.steps, more, strict=True)
+                work += 3 * sum(planner.call_flops(step.call) * max(0.0, share) for step, share in steps)
+        return work
+
+    def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
+        """With tiles of about these sizes."""
+        forward = self._forward(route)
+        if forward is None:
+            return None
+        for _ in range(2):  # the first ones may take more than about
+            plan = self._with_tiles(forward, route, tiles, self._room or 0)
+            if fits(plan):
+                return plan
+            tiles = {number: self._smaller(route, number, shares) for number, shares in tiles.items()}
+        return None
+
+    def _smaller(self, route: Route, number: int, shares: list[Fraction]) -> list[Fraction]:
+        """The next smaller ones, where these do not fit."""
+        if self._costs.always + route.held[number] + self._taken(route, number, shares) <= (self._room or 0):
+            return shares
+        return self._shares[min(self._shares.index(shares) + 1, len(self._shares) - 1)]
+
+    def _forward(self, route: Route) -> tuple[TilePlan, Planner, Choice] | None:
+        """The forward pass, in bands where strips as wide as the image take too much."""
+
+        def found(widths: list[Fraction]) -> tuple[Planner, Choice]:
+            planner = self._planner(widths, rough=True, kept=route.kept)
+            return planner, planner.choose(route.stored, self._room)
+
+        def fit(widths: list[Fraction]) -> bool:
+            return max(found(widths)[1].peaks) <= (self._room or 0)
+
+        widths = [one for _, one in self._ways]
+        place = 0 if fit(widths[0]) else bisect.bisect_left(widths, True, lo=1, key=fit)
+        if place == len(widths):
+            return None
+        planner = self._planner(widths[place], kept=route.kept)
+        choice = planner.choose(route.stored, None, cuts=found(widths[place])[1].cuts)
+        return self._plan(planner, route.stored, choice), planner, choice
+
+    def _with_tiles(
+        self, forward: tuple[TilePlan, Planner, Choice], route: Route, tiles: dict[int, list[Fraction]], room: int
+    ) -> TilePlan:
+        plan, planner, _ = forward
+        peak = max(plan.peak, self._backward_peak(route, tiles))
+        stretches = [dataclasses.replace(one, again=[]) for one in route.stretches]
+        for number, wanted in self._again(route.stored, route.kept):
+            stretch = next(one for one in stretches if one.begin <= number < one.end)
+            held = self._costs.always + route.held[stretch.end - 1]
+            sweep, taken = planner.again(route.stored, number, wanted, room - held)
+            stretch.again.append(sweep)
+            peak = max(peak, held + taken)
+        margin = max(plan.margin, MARGIN_OF_BACKWARD)
+        return dataclasses.replace(plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak)
+
+    @functools.cached_property
+    def _least(self) -> Least:
+        """Of the smallest tiles, with nothing stored where that is possible, or what takes still less."""
+        stored = self._always(self._exact.everything_stored())
+        routes = [self._route(stored, 1), *sorted(self._routes, key=lambda route: max(route.held))[:MOST_TRIED]]
+        tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
+        route = min(routes, key=lambda route: self._backward_peak(route, tiles))
+        room, planner = self._backward_peak(route, tiles), self._planner(self._ways[0][1], kept=route.kept)
+        choice = planner.choose(route.stored, room)
+        found = (self._plan(planner, route.stored, choice), planner, choice)
+        if max(choice.peaks) > room:
+            before, self._room = self._room, room
+            found, self._room = self._forward(route) or found, before
+        plan = self._with_tiles(found, route, tiles, room)
+        return plan, lambda: found[1].where(route.stored, found[2])
