@@ -113,10 +113,8 @@ class TilePlan:
             again = {v for stretch in self.stretches for sweep in stretch.again for v in sweep.stores}
             if again:
                 parts = _count(sum(bool(one.again) for one in self.stretches), "part")
-                lines.append(
-                    f"again       {len(again)} of {_count(len(self.stored), 'stored value')}: not kept for the backward "
-                    f"pass, but computed again in it, in {parts}"
-                )
+                some = f"{len(again)} of {_count(len(self.stored), 'stored value')}"
+                lines.append(f"again       {some}: not kept for the backward pass, which computes them in {parts}")
         if self.at_once:
             lines.append("at once     as one call of the module: each value is freed when it is read last")
             return "\n".join(lines)
