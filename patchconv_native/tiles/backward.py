@@ -37,13 +37,14 @@ class _Graph:
 
     def __init__(self) -> None:
         self._outputs: list[tuple[Tensor, Tensor]] = []
-        self._leaves: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        self._leaves: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
 
     def output(self, value: Tensor, grad: Tensor) -> None:
         if value.requires_grad:
             self._outputs.append((value, grad.to(value.dtype)))
 
-    def leaf(self, value: Tensor, add: Callable[[Tensor], None]) -> None:
+    def leaf(self, value: Tensor, add: Callable[[Tensor], None] | None = None) -> None:
+        """add: what takes its gradient. None: it is added up in `value.grad`."""
         self._leaves.append((value, add))
 
     def differentiate(self) -> None:
@@ -51,10 +52,12 @@ class _Graph:
             return
         outputs, grads = zip(*self._outputs, strict=True)
         self._outputs.clear()
-        found = torch.autograd.grad(outputs, [leaf for leaf, _ in self._leaves], grads, allow_unused=True)
+        # Not autograd.grad: all gradients of weights would be there at once beside their sums.
+        torch.autograd.backward(outputs, grads, inputs=[leaf for leaf, _ in self._leaves])
         del outputs, grads
-        for (_, add), grad in zip(self._leaves, found, strict=True):
-            if grad is not None:
+        for leaf, add in self._leaves:
+            if add is not None and leaf.grad is not None:
+                grad, leaf.grad = leaf.grad, None
                 add(grad)
 
 
@@ -126,10 +129,11 @@ class Backward:
         self._numbers: dict[Number, Tensor] = {}
         self._constants = {id(one): one for one in swaps.values() if one.requires_grad}
         self._of_constants: dict[int, Tensor] = {}
+        """The sums of gradients of half precision; the others are those constants' `grad`."""
         self._kept = set() if once else set(run.stored)
 
     def of_constant(self, constant: Tensor) -> Tensor | None:
-        found = self._of_constants.get(id(constant))
+        found = self._of_constants.get(id(constant), constant.grad)
         return None if found is None else found.to(constant.dtype)
 
     @torch.no_grad()
@@ -275,8 +279,10 @@ class Backward:
 
     def _add_constants(self, found: _Graph, steps: Iterable[Step]) -> None:
         some = {id(one): one for step in steps for one in self._graph.calls[step.call].constants}
-        for key in [key for key in some if key in self._constants]:
-            found.leaf(some[key], functools.partial(_accumulate, self._of_constants, key))
+        for key, one in some.items():
+            if key in self._constants:
+                half = precise(one.dtype) != one.dtype
+                found.leaf(one, functools.partial(_accumulate, self._of_constants, key) if half else None)
 
     def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
         """Of a tile's share of it."""

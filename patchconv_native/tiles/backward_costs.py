@@ -47,10 +47,13 @@ class _Predicted(Backward):
         super().__init__(plan, run, swaps)
         self._rough = rough
         self.grads = {v: torch.empty_like(self._graph.fakes[v]) for v in self._needs if v in self._kinds.dims}
-        self._of_constants = {
-            key: torch.empty_like(one, dtype=precise(one.dtype)) for key, one in self._constants.items()
-        }
-        self.there = [*self.grads.values(), *self._of_constants.values()]
+        for key, one in self._constants.items():
+            if precise(one.dtype) != one.dtype:
+                self._of_constants[key] = torch.empty_like(one, dtype=precise(one.dtype))
+            else:
+                one.grad = torch.empty_like(one)
+        sums = [*self._of_constants.values(), *(one.grad for one in self._constants.values() if one.grad is not None)]
+        self.there = [*self.grads.values(), *sums]
 
     def of_sweep(self, sweep: Sweep) -> None:
         self._run_tiles(Tiles(self._plan, sweep))
