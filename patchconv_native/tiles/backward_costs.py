@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ..spatial.parts import precise
 from .backward import Backward, Tiles
 from .chains import run_chain
 from .costs import PeakOf
-from .kinds import Region, box_shape, calls_between, part_of
+from .kinds import Kinds, Region, box_shape, calls_between, part_of
 from .plan import TilePlan
 from .run import Run
 from .stores import Store, extra
@@ -41,11 +42,11 @@ class _Shapes(Run):
 
 
 class _Predicted(Backward):
-    """Of each sweep it runs the tiles that tell what all of them take. rough: one alone."""
+    """Of each sweep it runs one of the largest tiles; borders: others, at the border of the image."""
 
-    def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], rough: bool) -> None:
+    def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], borders: bool) -> None:
         super().__init__(plan, run, swaps)
-        self._rough = rough
+        self._borders = borders
         self.grads = {v: torch.empty_like(self._graph.fakes[v]) for v in self._needs if v in self._kinds.dims}
         for key, one in self._constants.items():
             if precise(one.dtype) != one.dtype:
@@ -72,10 +73,10 @@ class _Predicted(Backward):
         every = tiles.all()
         parts = [sorted({tile[axis] for tile in every}) for axis in range(len(every[0]))]
         most = tuple(max(some, key=lambda part: tiles.rows(axis, part)) for axis, some in enumerate(parts))
-        if self._rough:
+        if not self._borders:
             return [most]
         corners = [tuple(some[end] for some in parts) for end in (0, -1)]
-        return list(dict.fromkeys([most, *corners]))  # there padding is joined to what is read
+        return [tile for tile in dict.fromkeys(corners) if tile != most]  # there padding is joined to what is read
 
 
 class BackwardCosts:
@@ -103,6 +104,13 @@ class BackwardCosts:
             self._run.whole = {v: fake for v, fake in enumerate(graph.fakes) if v not in self.kinds.dims}
             self._run.answers = _answers(forward, self._run)
 
+    def of_kinds(self, kinds: Kinds) -> BackwardCosts:
+        """Of the same graph, with other sweeps. What is known is shared."""
+        found = copy.copy(self)
+        found.kinds, found.forward = kinds, dataclasses.replace(self.forward, kinds=kinds)
+        found._run = dataclasses.replace(self._run, kinds=kinds)
+        return found
+
     def sweep(self, stored: set[int], number: int, shares: list[Fraction], rough: bool = False) -> tuple[Sweep, int]:
         """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
         largest tiles is looked at.
@@ -115,24 +123,28 @@ class BackwardCosts:
         }
         sweep = leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked)
         steps = tuple((step.call, step.asks) for step in sweep.steps)
-        key = number, steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares, rough
-        if key not in self._known:
-            plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})
-            self._known[key] = self._peak(plan, rough, lambda one: one.of_sweep(sweep)) if steps else 0
-        return sweep, self._known[key]
+        key = steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares
+        plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})
+        most = 0
+        for borders in (False, True)[: 1 if rough else 2] if steps else ():
+            which = *key, borders
+            if which not in self._known:
+                self._known[which] = self._peak(plan, borders, lambda one: one.of_sweep(sweep))
+            most = max(most, self._known[which])
+        return sweep, most
 
     def between(self, number: int) -> int:
         """The most bytes that the calls on whole values before a sweep take."""
-        key = ("between", number)
+        places = calls_between(self.graph, self.kinds, number)[::-1]
+        key = ("between", *places)
         if key not in self._known:
-            places = calls_between(self.graph, self.kinds, number)[::-1]
             self._known[key] = self._peak(self.forward, False, lambda one: one.of_calls(places)) if places else 0
         return self._known[key]
 
-    def _peak(self, plan: TilePlan, rough: bool, run: Callable[[_Predicted], None]) -> int:
+    def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
         graph, peak = self.graph, PeakOf()
         with graph.mode, torch.no_grad():
-            predicted = _Predicted(plan, self._run, self._swaps, rough)
+            predicted = _Predicted(plan, self._run, self._swaps, borders)
         counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
         counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, predicted.there])
         with graph.mode, counted, torch.no_grad():

@@ -18,6 +18,7 @@ from .backward import Tiles
 from .backward_costs import BackwardCosts
 from .choices import Choice, Planner
 from .graph import Graph
+from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
 from .sweeps import bytes_of, leading_to
 from .ways import TILE, Bands, narrower
@@ -26,10 +27,12 @@ MARGIN_OF_BACKWARD = 0.10
 """In place of planner.margin's: what libraries take in a backward pass is known less well."""
 STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Numbers of stretches that are looked at."""
+PARTS = (2, 4, 8)
+"""Into so many parts networks are cut that have fewer sweeps anyway."""
 LEFT_OUT = 0.15
 """Of the bytes of stored values, the share that the next routes store no more."""
-MOST_TRIED = 3
-"""Routes whose tiles are looked for."""
+MOST_TRIED = 2
+"""Routes of the same sweeps whose plans are looked at."""
 
 
 @dataclass
@@ -49,16 +52,56 @@ class Route:
 class Graded(Bands):
     """Plans with gradients."""
 
-    def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
+    def __init__(
+        self, graph: Graph, dims: Sequence[int], wishes: Wishes, base: Graded | None = None, kinds: Kinds | None = None
+    ) -> None:
+        """kinds: in place of the graph's own, of which `base` is; what that has learned is shared."""
+        self._given = kinds
         super().__init__(graph, dims, wishes)
+        self._base = base
+        if base is not None:
+            self._learned = dataclasses.replace(base._learned, needed={})
+            self._ways = [(self._planner(widths, rough=True), widths) for _, widths in self._ways]
         if self._room is not None:
             self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
         whole = [Fraction(1)] * len(self.kinds.axes)
         self._shares = [whole, *narrower(graph, self.kinds.axes)]
         self._exact = self._planner(self._ways[0][1])
+        self._dims = dims
+
+    def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
+        return self._given or super()._kinds(graph, dims)
+
+    @functools.cached_property
+    def _all(self) -> list[Graded]:
+        """This one, and others whose sweeps are parted so that what lies between can be stored."""
+        found = [self]
+        for parts in PARTS:
+            if parts > self._exact.count:
+                kinds = parted(self._graph, self.kinds, self._part_begins(parts))
+                found.append(Graded(self._graph, self._dims, self._wishes, self, kinds))
+        return found
+
+    def _part_begins(self, count: int) -> list[int]:
+        """The calls at which so many parts begin: of about as much arithmetic each, with little to store between."""
+        calls = self._graph.calls
+        made = {v: place for place, call in enumerate(calls) for v in call.outputs}
+        read = {v: place for place, call in enumerate(calls) for v in call.inputs}
+        flops = [
+            self._exact.call_flops(place) if any(v in self.kinds.dims for v in call.inputs) else 0
+            for place, call in enumerate(calls)
+        ]
+        before = [0, *itertools.accumulate(flops)]
+        live = [0] * len(calls)
+        for v in made.keys() & read.keys() & self.kinds.dims.keys():
+            for place in range(made[v] + 1, read[v] + 1):
+                live[place] += bytes_of(self._graph, v)
+        return _balanced(before, live, count)
 
     @functools.cached_property
     def _costs(self) -> BackwardCosts:
+        if self._base is not None:
+            return self._base._costs.of_kinds(self.kinds)
         stored = self._exact.everything_stored()
         choice = self._exact.choose(stored, None)
         return BackwardCosts(self._plan(self._exact, stored, choice), choice.answers)
@@ -66,17 +109,20 @@ class Graded(Bands):
     def fitting(self) -> TilePlan | None:
         """Of the routes that fit, that of the least arithmetic."""
         best: TilePlan | None = None
-        least_work, tried = math.inf, 0
-        for route in self._routes:
-            if route.work >= least_work or tried == MOST_TRIED:
+        least_work, tried = math.inf, dict.fromkeys(self._all, 0)
+        routes = [(way, route) for way in self._all for route in way._routes]
+        for way, route in sorted(routes, key=lambda one: one[1].work):
+            if route.work >= least_work:
                 break
-            tiles = self._tiles_of(route, self._room or 0)
-            if tiles is None:
+            if tried[way] == MOST_TRIED:
                 continue
-            tried += 1
-            plan = self._planned(route, tiles)
-            if plan is not None and self._work(route, plan.tiles) < least_work:
-                best, least_work = plan, self._work(route, plan.tiles)
+            tiles = way._tiles_of(route, self._room or 0)
+            if tiles is None or way._work(route, tiles) >= least_work:
+                continue
+            tried[way] += 1
+            plan = way._planned(route, tiles)
+            if plan is not None:
+                best, least_work = plan, way._work(route, plan.tiles)
         return best or (self._least[0] if fits(self._least[0]) else None)
 
     def least(self, below: float) -> Least | None:
@@ -142,19 +188,11 @@ class Graded(Bands):
 
     def _begins(self, stored: set[int], last: dict[int, int], count: int) -> list[int]:
         """Of so many stretches, with about as many bytes of stored values in each, and little to keep between them."""
-        level, graph = self.kinds.level, self._graph
-        bytes_ = {v: bytes_of(graph, v) for v in stored}
-        total = sum(bytes_.values())
-        numbers = range(1, self._exact.count + 1)
-        before = {n: sum(bytes_[v] for v in stored if level[v] < n) for n in numbers}
-        live = {n: sum(bytes_[v] for v in stored if level[v] < n <= last[v]) for n in numbers}
-        found = {0}
-        for part in range(1, count):
-            goal = total * part / count
-            near = [n for n in numbers if abs(before[n] - goal) <= total / (2 * count)]
-            if near:
-                found.add(min(near, key=lambda n: (live[n], abs(before[n] - goal))))
-        return sorted(found)
+        level, numbers = self.kinds.level, range(self._exact.count + 2)
+        bytes_ = {v: bytes_of(self._graph, v) for v in stored}
+        before = [sum(bytes_[v] for v in stored if level[v] < n) for n in numbers]
+        live = [sum(bytes_[v] for v in stored if level[v] < n <= last[v]) for n in numbers[:-1]]
+        return [0, *_balanced(before, live, count)]
 
     def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
         graph, level = self._graph, self.kinds.level
@@ -277,11 +315,20 @@ class Graded(Bands):
 
     @functools.cached_property
     def _least(self) -> Least:
+        lowest = [(way._lowest, way) for way in self._all]
+        (_, route), way = min(lowest, key=lambda one: one[0][0])
+        return way._with_least(route)
+
+    @functools.cached_property
+    def _lowest(self) -> tuple[int, Route]:
         """Of the smallest tiles, with nothing stored where that is possible, or what takes still less."""
         stored = self._always(self._exact.everything_stored())
         routes = [self._route(stored, 1), *sorted(self._routes, key=lambda route: max(route.held))[:MOST_TRIED]]
         tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
-        route = min(routes, key=lambda route: self._backward_peak(route, tiles))
+        return min(((self._backward_peak(route, tiles), route) for route in routes), key=lambda one: one[0])
+
+    def _with_least(self, route: Route) -> Least:
+        tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
         room, planner = self._backward_peak(route, tiles), self._planner(self._ways[0][1], kept=route.kept)
         choice = planner.choose(route.stored, room)
         found = (self._plan(planner, route.stored, choice), planner, choice)
@@ -290,3 +337,16 @@ class Graded(Bands):
             found, self._room = self._forward(route) or found, before
         plan = self._with_tiles(found, route, tiles, room)
         return plan, lambda: found[1].where(route.stored, found[2])
+
+
+def _balanced(before: Sequence[float], live: Sequence[float], count: int) -> list[int]:
+    """The places, besides the first, at which `count` parts of about the same size begin: where there is little that
+    lives on. before: of each place, and of the end, the size of all that comes before.
+    """
+    total, found = before[-1], set()
+    for part in range(1, count):
+        goal = total * part / count
+        near = [place for place in range(1, len(live)) if abs(before[place] - goal) <= total / (2 * count)]
+        if near:
+            found.add(min(near, key=lambda place: (live[place], abs(before[place] - goal))))
+    return sorted(found)

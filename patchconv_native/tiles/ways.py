@@ -40,13 +40,16 @@ class Strips:
 
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
         self._graph, self._wishes = graph, wishes
-        self.kinds = kinds_of(graph, dims[: max(len(wishes.tile), 1)])
+        self.kinds = self._kinds(graph, dims)
         self._learned = Learned()
         self._result = sum(bytes_of(graph, v) for v in set(graph.results) if v in self.kinds.dims)
         self._result *= wishes.outside.result
         self._room: int | None = None
         if wishes.budget is not None:
             self._room = largest_peak(max(wishes.budget - self._result, 0), MARGIN[wishes.device])
+
+    def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
+        return kinds_of(graph, dims[: max(len(self._wishes.tile), 1)])
 
     @property
     def cuts_results(self) -> bool:
@@ -123,11 +126,13 @@ class Bands(Strips):
 
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
         super().__init__(graph, dims, wishes)
-        self.kinds = kinds_of(graph, dims)
         whole = [Fraction(1)] * len(self.kinds.others)
         self._ways = [
             (self._planner(widths, rough=True), widths) for widths in (whole, *narrower(graph, self.kinds.others))
         ]
+
+    def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
+        return kinds_of(graph, dims)
 
     def fitting(self) -> TilePlan | None:
         """A plan of the widest bands that fit the budget."""

@@ -159,6 +159,63 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles() == 128 * 128 * 24 * 4 / 2**18
 
 
+class Deep(nn.Module):
+    """Six convolutions, each with a norm, and a skip around them."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first = conv(3, 8)
+        self.blocks = nn.Sequential(*(nn.Sequential(conv(8, 8), norm(8), nn.SiLU()) for _ in range(6)))
+        self.last = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return self.last(torch.cat([first, self.blocks(first)], 1))
+
+
+@pytest.mark.parametrize("where", ["device", "files"])
+def test_values_that_are_not_kept_are_computed_again(where: str, tmp_path: Any) -> None:
+    """In the backward pass, some at a time; and once more where the graph is retained."""
+    torch.manual_seed(0)
+    net = Deep(nn.BatchNorm2d).double()
+    x = structured((1, 3, 96, 80)).requires_grad_()
+    stock = copy.deepcopy(net)
+    stores: dict[str, Any] = {} if where == "device" else {"store": tmp_path}
+    theirs, want = stepped(stock, x, stock)
+    wanted = [x.grad, *(p.grad for p in stock.parameters())]
+    budget = int(0.35 * theirs)
+    plan = pc.tile_plan(net, x, budget=budget, **stores)
+    again = {v for stretch in plan.stretches for sweep in stretch.again for v in sweep.stores}
+    if where == "device":
+        assert again and len(plan.stretches) > 1 and f"{len(again)} of {len(plan.stored)} stored values" in str(plan)
+    peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=budget, **stores))
+    assert peak <= budget
+    assert_alike([got, x.grad, *(p.grad for p in net.parameters())], [want, *wanted])
+    y = pc.tile(net, x, budget=budget, **stores)
+    leaves = [x, *net.parameters()]
+    once, twice = (torch.autograd.grad(y.sum(), leaves, retain_graph=keep) for keep in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y.sum(), leaves)
+    del y, got
+    assert not list(tmp_path.iterdir())
+
+
+def test_networks_without_barriers_are_parted() -> None:
+    """So that tiles do not compute the whole network's halo again."""
+    torch.manual_seed(0)
+    net, x = Deep(lambda channels: nn.Identity()).double(), structured((1, 3, 96, 80))
+    stock = copy.deepcopy(net)
+    theirs, want = stepped(stock, x, stock)
+    wanted = [p.grad for p in stock.parameters()]
+    budget = int(0.4 * theirs)
+    plan = pc.tile_plan(net, x, budget=budget)
+    assert len(plan.sweeps) > 1 and plan.stored and len(pc.tile_plan(net, x).sweeps) == 1
+    peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=budget))
+    assert peak <= budget
+    assert_alike([got, *(p.grad for p in net.parameters())], [want, *wanted])
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_stored_values_in_files_are_not_in_the_budget(folder: bool, tmp_path: Any) -> None:
     torch.manual_seed(0)
