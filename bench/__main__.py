@@ -29,6 +29,7 @@ SCRIPTS = (
     "whole_models",
     "tile",
     "tile_speed",
+    "tile_training",
     "from_disk",
     "memory_trace",
     "spatial",

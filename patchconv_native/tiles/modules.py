@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_spatial, least_dimensions
 from .choices import fits_a_strip
+from .forms import emptied, filled, form_of
 from .gradients import refuse_transforms
+from .graph import Graph
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .record import Recorded
@@ -24,6 +26,7 @@ from .tiling import budget_of, plan_graph, record_call, run_plan
 OWNER = "tile_modules"
 _KEPT = 4
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, TilePlan]] = weakref.WeakKeyDictionary()
 _small: weakref.WeakKeyDictionary[nn.Module, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """Images, without data, that are too small for strips to be faster than one call."""
 
@@ -73,7 +76,9 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
             return known[key].plan
         del known[key]
     graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
-    found = None if budget is None and fits_a_strip(graph) else plan_graph(OWNER, module, graph, arguments, budget)
+    found = None
+    if budget is not None or not fits_a_strip(graph):
+        found = _planned(module, graph, arguments, budget)
     if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
         graph.undo()
         return None
@@ -86,6 +91,18 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
             while len(known) >= _KEPT:
                 del known[next(iter(known))]
             known[key] = Kept(found, refs, digest)
+    return found
+
+
+def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
+    known, form = _forms.setdefault(module, {}), (budget, tuple(arguments.dims), form_of(graph))
+    if form in known:
+        return filled(known[form], graph)
+    found = plan_graph(OWNER, module, graph, arguments, budget)
+    if found.graph is graph:
+        while len(known) >= _KEPT:
+            del known[next(iter(known))]
+        known[form] = emptied(found)
     return found
 
 
@@ -129,5 +146,6 @@ def tile_modules(
     )  # fmt: skip
     for module in model.modules():
         _plans.pop(module, None)
+        _forms.pop(module, None)
         _small.pop(module, None)
     return changed

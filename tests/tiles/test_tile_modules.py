@@ -395,6 +395,30 @@ def test_tile_and_compiled_modules(net: Net, compiled: CompileCounter, how: str)
     assert compiled.frame_count == 1
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_training_steps_plan_once(mode: str, recorded: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are recorded again, since parameters and statistics have changed; another size is planned again."""
+    plans: list[int] = []
+    plan_graph = tiled.plan_graph
+    monkeypatch.setattr(tiled, "plan_graph", lambda *given: plans.append(0) or plan_graph(*given))  # type: ignore[func-returns-value]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.0), nn.Conv2d(4, 2, 1))
+    net.train(mode == "train")
+    stock = copy.deepcopy(net)
+    pc.tile_modules(net, "", "1MiB")
+    for size in (40, 40, 40, 48):
+        x = torch.randn(1, 3, size, 40)
+        for model in (stock, net):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.01 * p.grad  # type: ignore[operator]
+        pairs = zip(stock.state_dict().values(), net.state_dict().values(), strict=True)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+    assert len(recorded) == 4 and len(plans) == 2
+
+
 def test_kept_plans_know_whether_gradients_are_asked_for() -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1)).double()
     tiled, x = pc.tile_modules(copy.deepcopy(net)), torch.randn(1, 3, 1024, 1024).double()

@@ -1,0 +1,95 @@
+"""The tables and the figure of what bench.tile_training measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .drawing import COLOURS, bare, canvas, foot
+from .measure import MIB
+from .tables import Row, Section, mib, verdict
+from .tile_training import CASES
+
+TEXT = (
+    "One training step (forward, loss, backward), float32, NCHW, batch 1, random weights. Peak: the most that torch "
+    "allocates in a step above the images, the parameters, their gradients and the loss. Time: the least of two steps, "
+    "each form in a process of its own; of images above 3 megapixels one step, the counting of memory included. "
+    "Planning, of which the seconds are given, is done once, in the step before them; the one step of a large image "
+    "includes it. "
+    "(p): predicted, since stock does not fit. Target: of the time, as set before it was measured."
+)
+
+
+def sections(data: Row) -> Iterator[Section]:
+    yield Section(TEXT)
+    for case in dict.fromkeys(row["case"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["case"] == case]
+        error = data["errors"].get(case, {}).get("tile")
+        yield Section(
+            "" if error is None
+            else f"Errors of all gradients against float64, in half of stock's peak: {error:.3g} of stock's own.",
+            ["megapixels", "form", "peak, MiB", "of stock's", "seconds", "planning", "of stock's",
+             "target"],
+            [_line(row, next((one for one in rows if one["form"] == "stock" and one["side"] == row["side"]), {}))
+             for row in rows],
+            CASES[case].title,
+        )  # fmt: skip
+    if "curves" in data:
+        ends = ", ".join(f"{form} {losses[-1]:.4f}" for form, losses in data["curves"].items())
+        off = max(abs(a - b) for a, b in zip(*data["curves"].values(), strict=True))
+        count = len(next(iter(data["curves"].values())))
+        yield Section(f"Losses after {count} steps of the U-Net on made-up images: {ends}; at most {off:.2g} apart.")
+
+
+def _line(row: Row, stock: Row) -> list[str]:
+    line = [f"{row['side'] ** 2 / 1e6:.2f}", row["form"]]
+    if "peak" not in row:
+        return [*line, row["error"], "", "", "", "", ""]
+    line += [mib(row["peak"]) + " (p)" * row.get("predicted", False)]
+    line += [f"{row['peak'] / stock['peak']:.2f}" if stock else ""]
+    seconds, planning = row.get("seconds"), row.get("planning")
+    of = seconds / stock["seconds"] if seconds and stock.get("seconds") else None
+    limit = CASES[row["case"]].limit
+    target = ""
+    if limit is not None and "/" in row["form"] and of is not None:
+        wanted = limit[int(row["form"][-1]) == 6]
+        target = f"{wanted} ({verdict(of <= wanted)})"
+    return [
+        *line, f"{seconds:.2f}" if seconds else "", f"{planning:.1f}" if planning else "",
+        "" if of is None else f"{of:.2f}", target,
+    ]  # fmt: skip
+
+
+def figure(data: Row) -> Any:
+    """Peaks against megapixels, a panel a network, and the losses."""
+    cases = list(dict.fromkeys(row["case"] for row in data["rows"]))
+    panels = len(cases) + ("curves" in data)
+    drawn, places = canvas(1, panels, 4 * panels, 3.6)
+    for axes, case in zip(places[0], cases, strict=False):
+        rows = [row for row in data["rows"] if row["case"] == case and "peak" in row]
+        for number, form in enumerate(dict.fromkeys(row["form"] for row in rows)):
+            mine = [row for row in rows if row["form"] == form]
+            axes.plot(
+                [row["side"] ** 2 / 1e6 for row in mine], [row["peak"] / MIB for row in mine], marker="o", markersize=4,
+                linestyle=["-", ":", "--", "-.", "-"][number % 5], label=form,
+                color=COLOURS["ours" if form.startswith("tile") else "stock"],
+            )  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_title(CASES[case].title, fontsize=9)
+        axes.set_xlabel("megapixels", fontsize=8)
+        axes.legend(fontsize=7, frameon=False)
+        bare(axes)
+    places[0][0].set_ylabel("peak of a step, MiB", fontsize=8)
+    if "curves" in data:
+        for form, losses in data["curves"].items():
+            axes = places[0][-1]
+            axes.plot(
+                losses, label=form, color=COLOURS["stock" if form == "stock" else "ours"],
+                linestyle="-" if form == "stock" else ":",
+            )  # fmt: skip
+        axes.set_title("Loss of the U-Net, step by step", fontsize=9)
+        axes.legend(fontsize=7, frameon=False)
+        bare(axes)
+    foot(drawn, data)
+    return drawn

@@ -1,0 +1,32 @@
+"""bench.tile_training runs, and its rows are what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bench import measure, tile_training
+
+
+def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(target: str, timeout: float, **arguments: Any) -> Any:
+        return getattr(tile_training, target.partition(":")[2])(**arguments)
+
+    monkeypatch.setattr(measure, "in_fresh_process", here)
+    monkeypatch.setattr(tile_training, "FORMS", ("stock", "tile, 1/3"))
+    data = results("tile_training", "--only", "frozen")
+    stock, ours = data["rows"]
+    assert (stock["form"], ours["form"]) == ("stock", "tile, 1/3")
+    assert 0 < ours["peak"] <= stock["peak"] / 3 * 1.01
+    assert min(ours["seconds"], ours["planning"], stock["seconds"]) > 0
+    assert 0 < data["errors"]["frozen"]["tile"] < 1.5
+    losses = data["curves"]
+    assert all(abs(a - b) < 1e-3 for a, b in zip(losses["stock"], losses["tile, 1/4"], strict=True))
+    assert "| tile, 1/3 |" in data["text"]
+
+
+def test_stock_is_predicted() -> None:
+    found = tile_training.stepped("unet", "stock", 192, 1, True)["peak"]
+    assert 0.95 < tile_training.predicted("unet", 192)["peak"] / found < 1.05
