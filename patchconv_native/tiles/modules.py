@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_spatial, least_dimensions
 from .choices import fits_a_strip
+from .fold import in_channels_last
 from .forms import emptied, filled, form_of
 from .gradients import refuse_transforms
 from .graph import Graph
@@ -26,7 +27,8 @@ from .tiling import budget_of, plan_graph, record_call, run_plan
 OWNER = "tile_modules"
 _KEPT = 4
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
-_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, TilePlan]] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, bool]]] = weakref.WeakKeyDictionary()
+"""Plans without their graphs, and whether these are those of `in_channels_last`."""
 _small: weakref.WeakKeyDictionary[nn.Module, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """Images, without data, that are too small for strips to be faster than one call."""
 
@@ -97,12 +99,16 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
 def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
     known, form = _forms.setdefault(module, {}), (budget, tuple(arguments.dims), form_of(graph))
     if form in known:
-        return filled(known[form], graph)
+        plan, last = known[form]
+        turned = in_channels_last(graph) if last else graph
+        assert turned is not None, "graphs of the same form can be turned alike"
+        return filled(plan, turned)
     found = plan_graph(OWNER, module, graph, arguments, budget)
-    if found.graph is graph:
+    last = found.graph is not graph
+    if not (last and found.at_once):
         while len(known) >= _KEPT:
             del known[next(iter(known))]
-        known[form] = emptied(found)
+        known[form] = emptied(found), last
     return found
 
 

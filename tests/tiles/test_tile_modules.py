@@ -416,7 +416,7 @@ def test_training_steps_plan_once(mode: str, recorded: list[int], monkeypatch: p
                     p -= 0.01 * p.grad  # type: ignore[operator]
         pairs = zip(stock.state_dict().values(), net.state_dict().values(), strict=True)
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
-    assert len(recorded) == 4 and len(plans) == 2
+    assert (len(recorded), len(plans)) == (4, 2)
 
 
 def test_kept_plans_know_whether_gradients_are_asked_for() -> None:
