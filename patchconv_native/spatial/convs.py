@@ -152,7 +152,7 @@ def _conv_transpose(
             continue
         axis = input.axes[d]
         if size < 1:
-            raise RuntimeError(f"{name}: expected an output of at least 1 along {axis.name}, got {size}")
+            raise refuse(name, "nothing of a cut dimension")
         axes[d] = window.big_axis(name, axis, size)
         # What touches a part of the output; one coordinate at least, so that there is something to compute with.
         reads = []
