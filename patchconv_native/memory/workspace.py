@@ -41,6 +41,8 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.count_nonzero.dim_IntList: _counted,
         _aten.im2col.default: _resized,
         _aten.col2im.default: _resized,
+        _aten._cdist_forward.default: _distances,
+        _aten._euclidean_dist.default: _distances_by_products,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
     for name in _REDUCED.split():
@@ -159,6 +161,18 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """count_nonzero along dimensions: whether each element is one, and these as int64."""
     return args[0].numel() * (8 if args[0].dtype == torch.bool else 9) if device == "cpu" else 0
+
+
+def _distances(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """cdist copies an operand that is not contiguous, or that is the same one for several."""
+    lengths = [(t, math.prod(result.shape[:-2]) * t.size(-2) * t.size(-1)) for t in args[:2]]
+    copied = [n for t, n in lengths if n != t.numel() or not t.is_contiguous()]
+    return sum(copied) * result.dtype.itemsize if device == "cpu" else 0
+
+
+def _distances_by_products(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """cdist by way of a product of matrices: both operands with their squared lengths and with ones beside them."""
+    return sum(math.prod(t.shape[:-1]) * (t.size(-1) + 2) for t in args[:2]) * result.dtype.itemsize
 
 
 _TAPS = {"upsample_nearest2d": 1, "_upsample_nearest_exact2d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 4}
