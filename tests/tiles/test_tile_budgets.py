@@ -229,6 +229,14 @@ def test_casts_that_autocast_keeps_count_once(frozen: Sequence[int]) -> None:
 # What one call keeps
 
 
+@torch.no_grad()
+def test_a_call_that_takes_nothing_besides_its_result() -> None:
+    x = structured((3, 5, 20, 25)).float()
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(lambda x: x.amax((2, 3)), x, budget=1)
+    assert refused.value.least == RECORDING
+
+
 class InPlace(nn.Module):
     """Activations that write over what they read, a norm in training, and the input as a result."""
 
