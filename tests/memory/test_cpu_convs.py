@@ -70,6 +70,16 @@ def test_operands_in_two_layouts(dtype, last):
     assert 0.97 <= found <= 1.06, found
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("channels", "made", "groups", "batch"), [(2, 64, 2, 1), (8, 64, 4, 2), (6, 8, 2, 1)])
+def test_a_transposed_1x1_convolution_in_groups(channels, made, groups, batch):
+    """With padding, its result is cropped from columns."""
+    for size, padding in (((3, 40), 2), ((30, 40), 1)):
+        x, weight = operands(channels, made, 1, groups, size, batch, torch.float32, True, True)
+        found = ratio(x, weight, True, stride=2, padding=padding, groups=groups)
+        assert 0.99 <= found <= 1.06, found
+
+
 @only_full
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(SWEEP_SEED, SWEEP_SEED + 10))
