@@ -27,7 +27,7 @@ from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from .draws import Draws
 from .graph import Call, Graph, Ref, autocast_of, is_differentiable
-from .named import Elsewhere, functions_of
+from .named import Elsewhere, check_iterators, functions_of
 from .state import Held, modules_of, objects, owners_of
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
@@ -306,7 +306,9 @@ def record(
     owners = owners_of(module, parts, others)
     held = Held(map(vars, owners))
     values = held.values()
-    elsewhere = Elsewhere(functions_of(module, parts, values), owners, values)
+    functions = functions_of(module, parts, values)
+    check_iterators(owners, functions)
+    elsewhere = Elsewhere(functions, owners, values)
     draws = Draws(device, elsewhere.values)
     watch = Watch(draws)
     recorder = Recorder(names, torch.is_grad_enabled(), watch)
