@@ -107,7 +107,9 @@ def _model(source: models.Source, arguments: argparse.Namespace, device: torch.d
 def _tile(model: nn.Module, image: Any, arguments: argparse.Namespace) -> None:
     given = Arguments((image,), arrays=True, dim=arguments.dim)
     store = "device" if arguments.store is None else arguments.store if arguments.store == "cpu" else _folder(arguments)
-    plan = plan_call("tile", model, model, given, arguments.budget, arguments.tile, store, out_later=True)
+    plan = plan_call(
+        "tile", model, model, given, arguments.budget, arguments.tile, store, keep_changes=True, out_later=True
+    )
     fake, dtype = _result(plan)
     journal = Journal(Path(f"{arguments.output}.journal"), _identity(model, image, plan, given.dims, arguments))
     if arguments.resume:

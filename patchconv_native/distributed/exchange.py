@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from .. import _library
 from ..spatial.axis import Axis, Wanted
-from ..spatial.layout import empty, layout
+from ..spatial.layout import empty, joined, layout
 from ..spatial.parts import alias
 from .moves import Moves, moves_for
 from .traffic import add_transfer, count_sent
@@ -22,7 +22,7 @@ _cat = torch.ops.patchconv.cat.default
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).contiguous()
+    return (parts[0] if len(parts) == 1 else joined(parts, dim)).contiguous()
 
 
 def _like(x: Tensor, received: Tensor, dim: int) -> Tensor:
@@ -164,7 +164,7 @@ class Exchange:
             if a < b:
                 taken.append(part.narrow(self._dim, a, b - a))
             place += length
-        whole = taken[0] if len(taken) == 1 else torch.cat(taken, self._dim)
+        whole = taken[0] if len(taken) == 1 else joined(taken, self._dim)
         return whole.contiguous(memory_format=layout(self._x))
 
     def finish(self) -> Tensor:

@@ -177,6 +177,9 @@ def _transposed(conv: Conv) -> tuple[int, int]:
         read = math.prod(conv.input) if conv.taps == 1 and max(conv.padding) > 0 else 0
         return read + conv.taps * given * up(made, min(up(made, BLOCK), 4 * BLOCK)), more
     weights = conv.groups * conv.taps * up(given, BLOCK) * up(made, BLOCK)
+    if conv.last and conv.taps == 1 and max(conv.padding) > 0:  # columns of one group, and what they give
+        places = math.prod(conv.input[2:]) + math.prod(conv.output[2:])
+        return math.prod(conv.weight) + min(threads, conv.input[0]) * made * places, 384
     if conv.last:
         return weights, more
     read, out = blocked(conv.input), blocked(conv.output)

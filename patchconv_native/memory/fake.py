@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -89,13 +89,17 @@ class FakeMode(FakeTensorMode):
 
 
 class Storages(TorchDispatchMode):
-    """Reports to a census every storage that an operator makes, when it is freed, and the operators' workspaces."""
+    """Reports to a census every storage that an operator makes, when it is freed, and the operators' workspaces.
 
-    def __init__(self, census: Any, device: torch.device) -> None:
+    casts: real tensors, by their ids, with dtypes. Their casts to these count as there before.
+    """
+
+    def __init__(self, census: Any, device: torch.device, casts: Container[tuple[int, torch.dtype]] = ()) -> None:
         from torch.utils.flop_counter import flop_registry  # imports triton: not with this package
 
         super().__init__()
         self._census, self._device, self._flops = census, device, flop_registry
+        self._casts = casts
         # By their addresses: once one is freed, another may get its address and must count.
         self._known: dict[int, weakref.ref[Any]] = {}
         self._blocks = itertools.count(1)
@@ -124,6 +128,8 @@ class Storages(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.is_view and not any(isinstance(tensor, FakeTensor) for tensor in tensors(args)):
             self.there_before(result)  # of a real tensor, such as a weight
+        if func is torch.ops.aten._to_copy.default and (id(args[0]), result.dtype) in self._casts:
+            self.there_before(result)
         for tensor in tensors(result):
             self._count(tensor)
         self._add_work(func, args, kwargs, result)

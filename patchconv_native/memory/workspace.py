@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from .. import _library
 from .cpu_convs import BLOCK, Conv, forward_bytes, of_a_tile
@@ -20,7 +21,7 @@ _aten = torch.ops.aten
 
 def workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """The workspace of one call with fake arguments. 0 for operators without a rule."""
-    rule = _rules().get(func)
+    rule = _rules().get(func, _by_place if torch.Tag.pointwise in func.tags else None)
     return 0 if rule is None else rule(args, kwargs, result, device)
 
 
@@ -41,8 +42,13 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.count_nonzero.dim_IntList: _counted,
         _aten.im2col.default: _resized,
         _aten.col2im.default: _resized,
+        _aten._cdist_forward.default: _distances,
+        _aten._euclidean_dist.default: _distances_by_products,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
     }
+    for name, condition in {"where": 0, "masked_fill": 1, "masked_fill_": 1, "floor_divide": None}.items():
+        rule = functools.partial(_by_place, condition=condition)
+        rules |= {getattr(getattr(_aten, name), form): rule for form in getattr(_aten, name).overloads()}
     for name in _REDUCED.split():
         rule = functools.partial(_reduced, name)
         rules |= {getattr(getattr(_aten, name), form): rule for form in getattr(_aten, name).overloads()}
@@ -147,6 +153,25 @@ def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devi
     return sum(t.nbytes for t in whole if not t.is_contiguous())
 
 
+def _by_place(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str, condition: int | None = None
+) -> int:
+    """Operators by place on the CPU copy operands of other dtypes than that in which they compute. condition: the place
+    of one that has no part in the dtype.
+    """
+    given = enumerate((*args, *kwargs.values()))
+    values = [one for n, one in given if isinstance(one, (Tensor, int, float, complex)) and n != condition]
+    tensors = [one for one in values if isinstance(one, Tensor)]
+    if device != "cpu" or not tensors or not isinstance(result, Tensor):
+        return 0
+    if all(one.dtype == tensors[0].dtype for one in tensors) and tensors[0].dtype in (result.dtype, torch.float32):
+        return 0
+    _, dtype = elementwise_dtypes(*values, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
+    if result.is_floating_point() and not (dtype.is_floating_point or dtype.is_complex):
+        dtype = result.dtype
+    return sum(one.numel() * dtype.itemsize for one in tensors if one.dtype != dtype)
+
+
 _REDUCED = "sum mean prod cumsum any all"
 
 
@@ -159,6 +184,18 @@ def _reduced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """count_nonzero along dimensions: whether each element is one, and these as int64."""
     return args[0].numel() * (8 if args[0].dtype == torch.bool else 9) if device == "cpu" else 0
+
+
+def _distances(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """cdist copies an operand that is not contiguous, or that is the same one for several."""
+    lengths = [(t, math.prod(result.shape[:-2]) * t.size(-2) * t.size(-1)) for t in args[:2]]
+    copied = [n for t, n in lengths if n != t.numel() or not t.is_contiguous()]
+    return sum(copied) * result.dtype.itemsize if device == "cpu" else 0
+
+
+def _distances_by_products(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """cdist by way of a product of matrices: both operands with their squared lengths and with ones beside them."""
+    return sum(math.prod(t.shape[:-1]) * (t.size(-1) + 2) for t in args[:2]) * result.dtype.itemsize
 
 
 _TAPS = {"upsample_nearest2d": 1, "_upsample_nearest_exact2d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 4}

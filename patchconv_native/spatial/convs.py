@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _library, functional
 from .axis import Axes, Axis, Fetch, Range
-from .layout import empty, layout
+from .layout import empty, joined, layout
 from .operands import parameter
 from .rules import refuse, rule
 from .tensor import SpatialTensor
@@ -152,7 +152,7 @@ def _conv_transpose(
             continue
         axis = input.axes[d]
         if size < 1:
-            raise RuntimeError(f"{name}: expected an output of at least 1 along {axis.name}, got {size}")
+            raise refuse(name, "nothing of a cut dimension")
         axes[d] = window.big_axis(name, axis, size)
         # What touches a part of the output; one coordinate at least, so that there is something to compute with.
         reads = []
@@ -200,7 +200,7 @@ def _with_bias(y: Tensor, bias: Tensor | None, channels: int, dim: int, before: 
         shape[dim] = length
         rows = y.new_zeros(shape)
         parts.append(rows if bias is None else rows + bias.to(y.dtype).view(-1, *[1] * (y.dim() - 1 - channels)))
-    return torch.cat([parts[0], y, parts[1]], dim)
+    return joined([parts[0], y, parts[1]], dim)
 
 
 @rule(torch.convolution, torch._convolution)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,15 @@ def with_usual_strides(x: Tensor) -> Tensor:
     for d in (1, *range(x.dim() - 1, 1, -1), 0):
         strides[d], step = step, step * x.size(d)
     return x.as_strided(x.shape, strides)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors of one dtype, one after the other. Under autocast, torch.cat does not take every dtype."""
+    kind = parts[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.cat(list(parts), dim)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(list(parts), dim)
 
 
 def empty(like: Tensor, dim: int, length: int, format: torch.memory_format = torch.contiguous_format) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import functional
 from .axis import Axes
 from .extremes import first_maximum
+from .layout import joined
 from .reductions import mean_of
 from .rules import refuse, rule
 from .tensor import SpatialTensor
@@ -166,7 +167,7 @@ def _adaptive(
         for p in range(*axes[d].range):
             a, b = p * axis.size // size, -(-(p + 1) * axis.size // size)
             rows.append(reduce(local.narrow(d, a - begin, b - a), d))
-        local = torch.cat(rows, d)
+        local = joined(rows, d)
         left[i] = local.size(d)
     return SpatialTensor(rest(local, left), axes)
 

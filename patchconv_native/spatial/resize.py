@@ -41,7 +41,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
         if mode != "constant" and (max(before, after) > left - (mode == "reflect") and mode != "replicate"):
             raise RuntimeError(f"pad: expected padding of {axis.name} to be under its size {axis.size}, got {pad}")
         if size < 1:
-            raise RuntimeError(f"pad: expected an output of at least 1 along {axis.name}, got {size}")
+            raise refuse("pad", "nothing of a cut dimension")
         axes[d] = Window(1, before=before).small_axis("pad", axis, size)
         reads = [(a - before, b - before) for a, b in axes[d].ranges()]
         if left < axis.size:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..memory.fake import Storages
 from ..spatial.parts import precise
-from .backward import Backward, Tiles
+from .backward import Backward, Tiles, is_empty
 from .chains import run_chain
 from .costs import PeakOf
 from .kinds import Kinds, Region, box_shape, calls_between, part_of
@@ -170,19 +170,20 @@ def _answers(plan: TilePlan, run: Run) -> dict[int, list[Tensor]]:
     for sweep in plan.sweeps:
         for step in sweep.steps:
             if step.asks:
-                share = _share(plan, run, sweep, step, found)
-                strips = sum(low < high for low, high in step.rows) * sweep.bands
+                share = _share(plan, run, step, found)
+                strips = sum(low < high for low, high in step.rows) * sum(not is_empty(box) for box in step.across)
                 found.setdefault(step.last, []).append(share.new_empty((strips, *share.shape[1:])))
     return found
 
 
-def _share(plan: TilePlan, run: Run, sweep: Sweep, step: Step, answers: dict[int, list[Tensor]]) -> Tensor:
+def _share(plan: TilePlan, run: Run, step: Step, answers: dict[int, list[Tensor]]) -> Tensor:
     strip = next(number for number, (low, high) in enumerate(step.rows) if low < high)
-    reads = {v: step.read(v, strip, 0) for v in step.reads}
+    band = next(number for number, box in enumerate(step.across) if not is_empty(box))
+    reads = {v: step.read(v, strip, band) for v in step.reads}
     cut = {v: run.empty(v, region) for v, region in reads.items()}
     try:
         run_chain(
-            plan.graph, plan.kinds, step, step.region(strip, 0), cut, reads, run.whole.__getitem__,
+            plan.graph, plan.kinds, step, step.region(strip, band), cut, reads, run.whole.__getitem__,
             lambda place: answers.get(place, ()),
         )  # fmt: skip
     except NeedsWhole as needs:

@@ -166,7 +166,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
             larger = torch.empty(shape, dtype=fake.dtype, device=fake.device, memory_format=layout(fake))
             cut[v] = part_of(kinds, v, larger, tuple((0, n) for n in _lengths(there)))
     peak = PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
     counted.there_before([graph.fakes, *cut.values()])
     results: Any = None
     with graph.mode, torch.no_grad(), counted:
@@ -185,7 +185,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
     """The most bytes that a call takes on whole arguments, its result included."""
     call, peak = graph.calls[place], PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
     counted.there_before(graph.fakes)
     gathers = 0
     for v in call.inputs:
@@ -211,7 +211,7 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
 def answer_cost(graph: Graph, kinds: Kinds, place: int) -> int:
     """The same of a call whose result follows from numbers of the whole image."""
     peak = PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
     counted.there_before(graph.fakes)
     run = Run(graph, kinds, set(), {}, Store("device"), whole=dict(enumerate(graph.fakes)))
     with graph.mode, torch.no_grad(), counted:

@@ -66,6 +66,22 @@ def _constants(graph: Graph, questions: Sequence[int]) -> list[Tensor]:
     return list(found.values())
 
 
+def _by_nothing(graph: Graph, results: Iterable[int]) -> set[int]:
+    """The values, and the ids of constants, that results follow from by way of a tensor without elements alone, or by
+    others too. They have a gradient, be it of zeros, although no tile may lead to them.
+    """
+    reached = {v for v in results if v in graph.needs}
+    found: set[int] = set()
+    for call in reversed(graph.calls):
+        made = reached.intersection(call.outputs)
+        if not made or not call.history or call.name in _DETACH:
+            continue
+        reached.update(graph.needs.intersection(call.inputs))
+        if any(v in found or graph.fakes[v].numel() == 0 for v in made):
+            found.update(graph.needs.intersection(call.inputs), map(id, call.constants))
+    return found
+
+
 @dataclass
 class _Taped:
     """What the node keeps besides tensors."""
@@ -131,8 +147,15 @@ class _Tiled(Function):
         found = Backward(taped.plan, _run_again(taped, kept, images), swaps, once)
         del kept
         found.run({v: grad for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None})
-        own = [found.grads.get(v) for v in images]
-        return None, None, None, *own, *(found.of_constant(constant) for constant in constants)
+        own = [found.grads.get(v) for v in images] + [found.of_constant(constant) for constant in constants]
+        keys = [*images, *map(id, taped.constants)]
+        zeros = _by_nothing(
+            taped.plan.graph, [v for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
+        )
+        for place, (key, one) in enumerate(zip(keys, given, strict=True)):
+            if own[place] is None and one.requires_grad and key in zeros:
+                own[place] = torch.zeros_like(one)
+        return None, None, None, *own
 
 
 def _run_again(taped: _Taped, kept: dict[str, Any], images: dict[int, Tensor]) -> Run:

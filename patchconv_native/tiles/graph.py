@@ -116,6 +116,8 @@ class Graph:
     """Bytes of the constants that were not there before, and of casts that autocast keeps. They are there during the
     whole call.
     """
+    casts: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)
+    """Of these casts the bytes, by the ids of the parameters and the dtypes."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     needs: set[int] = field(default_factory=set)

@@ -216,13 +216,14 @@ def _alike(graph: Graph, kinds: Kinds) -> list[int]:
     for place, call in enumerate(graph.calls):
         names = {v: f"value {n}" for n, v in enumerate(call.inputs)}
         args = with_values((call.args, call.kwargs), names.__getitem__)
+        kept = [(id(t), call.autocast[1]) in graph.casts for t in call.constants]
         args = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), args)
         values = [
             (fake.shape, fake.stride(), fake.dtype, v in graph.inputs, *(one.dims.get(v) for one in kinds.axes))
             for v, fake in ((v, graph.fakes[v]) for v in (*call.inputs, *call.outputs))
         ]
         axes = [(one.scaled[place], one.fetches[place]) for one in kinds.axes]
-        key = call.function, repr(args), repr(values), call.autocast, repr(axes), kinds.questions[place]
+        key = call.function, repr(args), repr(values), call.autocast, repr(kept), repr(axes), kinds.questions[place]
         found.append(numbers.setdefault(key, len(numbers)))
     return found
 

@@ -8,11 +8,12 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..spatial import NotServed
 from .state import Held, is_of_torch, objects, same
 
 _IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -57,6 +58,18 @@ def _cells(function: types.FunctionType) -> list[types.CellType]:
 def _globals(function: types.FunctionType) -> list[tuple[dict[str, Any], str, Any]]:
     known = function.__globals__
     return [(known, name, known[name]) for name in _names(function.__code__) if name in known]
+
+
+def check_iterators(owners: Iterable[Any], functions: Iterable[types.FunctionType]) -> None:
+    """NotServed for an attribute that functions name and that is an iterator: what `next` has taken out of it cannot be
+    put back. One that is written in Python has attributes, which can.
+    """
+    names = {name for function in functions for name in _names(function.__code__)}
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if name in names and isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+                where = f"{type(owner).__name__}.{name}"
+                raise NotServed(f"tile: an iterator in an attribute, {where}, is not served: it cannot be put back")
 
 
 def named_by(function: types.FunctionType) -> list[Any]:

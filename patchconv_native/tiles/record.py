@@ -27,7 +27,7 @@ from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from .draws import Draws
 from .graph import Call, Graph, Ref, autocast_of, is_differentiable
-from .named import Elsewhere, functions_of
+from .named import Elsewhere, check_iterators, functions_of
 from .state import Held, modules_of, objects, owners_of
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
@@ -261,17 +261,17 @@ class Recorder:
                 handle.remove()
 
 
-def _kept_casts(graph: Graph, device: torch.device) -> int:
-    """Bytes of the casts of parameters that the caller's autocast keeps until its block ends."""
+def _kept_casts(graph: Graph, device: torch.device) -> dict[tuple[int, torch.dtype], int]:
+    """The casts of parameters that the caller's autocast keeps until its block ends, in bytes."""
+    found: dict[tuple[int, torch.dtype], int] = {}
     if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
-        return 0
-    found = {}
+        return found
     for call in graph.calls:
         _, dtype, enabled, keeps = call.autocast
         if enabled and keeps and any(graph.fakes[v].dtype == dtype for v in call.outputs):
             weights = (t for t in call.constants if t.requires_grad and t.is_leaf and t.dtype == torch.float32)
             found.update({(id(t), dtype): t.numel() * dtype.itemsize for t in weights})
-    return sum(found.values())
+    return found
 
 
 def _referred(value: Any) -> Any:
@@ -306,7 +306,9 @@ def record(
     owners = owners_of(module, parts, others)
     held = Held(map(vars, owners))
     values = held.values()
-    elsewhere = Elsewhere(functions_of(module, parts, values), owners, values)
+    functions = functions_of(module, parts, values)
+    check_iterators(owners, functions)
+    elsewhere = Elsewhere(functions, owners, values)
     draws = Draws(device, elsewhere.values)
     watch = Watch(draws)
     recorder = Recorder(names, torch.is_grad_enabled(), watch)
@@ -342,7 +344,8 @@ def record(
         held.put_back()
     graph.fed = list(watch.fed.values())
     graph.made = sum(watch.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
-    graph.made += _kept_casts(graph, device)
+    graph.casts = _kept_casts(graph, device)
+    graph.made += sum(graph.casts.values())
     changed = watch.changed() or watch.drew or draws.moved() or elsewhere.changed()
     graph.repeatable = not changed and not graph.kept
     del found, changes

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import Tensor
 
 from .._library import load
-from ..spatial.layout import empty, order
+from ..spatial.layout import empty, joined, order
 
 _strips = load().strips
 
@@ -63,7 +62,7 @@ class Rows:
                 parts.append(piece if b - a == piece.size(self._dim) else piece.narrow(self._dim, a, b - a))
         if sum(part.size(self._dim) for part in parts) != high - low:
             raise RuntimeError(f"tile: rows {low} to {high} are read, and not all of them are there")
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
+        return parts[0] if len(parts) == 1 else joined(parts, self._dim)
 
     def drop(self, below: int) -> None:
         """Lets go of the rows below this one. Of a piece that is mostly let go, the rest is copied."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spatial import Range
-from ..spatial.layout import in_layout_of, layout
+from ..spatial.layout import in_layout_of, joined, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
 from .chains import run_chain
@@ -167,7 +167,7 @@ def run_sweep(run: Run, sweep: Sweep, advance: Callable[[], None], journal: Jour
     for v in sweep.frees:
         run.free(v)
     for call, found in shares.items():
-        run.answers.setdefault(call, []).append(torch.cat(found))
+        run.answers.setdefault(call, []).append(joined(found))
 
 
 def _begin_transfers(run: Run, sweep: Sweep, done: int, transfers: Transfers) -> None:

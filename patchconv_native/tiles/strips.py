@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
 from ..spatial.axis import Link
-from ..spatial.layout import empty, order
+from ..spatial.layout import empty, joined, order
 from ..spatial.products import attend
 from ..spatial.rules import RULES
 from .graph import Call, Ref, autocast_of
@@ -131,7 +131,7 @@ class _Along:
             if length:
                 parts.insert(place, empty(x, dim, length, order(x)).fill_(fill))
         if len(parts) > 1:
-            return AtHand(torch.cat(parts, dim), dim)
+            return AtHand(joined(parts, dim), dim)
         # Functions would copy rows that do not lie together themselves, where nobody could count it.
         return AtHand(parts[0].contiguous(memory_format=order(parts[0])), dim)
 

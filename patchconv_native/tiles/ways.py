@@ -187,7 +187,7 @@ def narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
 def least(planner: Planner, below: float) -> Found | None:
     """The choice of the least peak that is found, if that is less than `below` bytes."""
     best = None
-    for share in (MUCH_LESS, LESS):
+    for share in (MUCH_LESS, LESS) if below > 0 else ():
         while True:
             found = chosen(planner, 0 if below == math.inf else int(below * share), below=below)
             if max(found[1].peaks) >= below:

@@ -57,6 +57,18 @@ def two():
 def wide():
     return nn.Sequential(Slow(), nn.Conv2d(3, 2, 1)).append(Bf())
 
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.float() * self.calls
+
+def counted():
+    return nn.Sequential(Counted(), nn.Conv2d(3, 2, 1), Counted())
+
 class Bf(nn.Module):
     def forward(self, x):
         return x.bfloat16()
@@ -86,6 +98,16 @@ def test_npy(commands: Commands, image: Any, name: str) -> None:
     assert (text.code, text.out, text.err) == (0, "wrote out.npy\n", "")
     check("out.npy", expected(name, image))
     assert not Path("out.npy.journal").exists()
+
+
+def test_a_buffer_that_the_model_changes(commands: Commands, image: Any) -> None:
+    torch.save(models.find("nets.py:counted").build().state_dict(), "weights.pt")
+    words = ("tile", "nets.py:counted", "in.npy", "out.npy", "--tile", "8", "--weights", "weights.pt", *QUIET)
+    assert commands(*words).code == 0
+    model = models.find("nets.py:counted").build()
+    model.load_state_dict(torch.load("weights.pt"))
+    with torch.no_grad():
+        check("out.npy", model(torch.from_numpy(image)))
 
 
 @pytest.mark.parametrize("dim", ["3", "-1"])

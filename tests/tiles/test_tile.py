@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +181,22 @@ def test_layouts_and_dtypes_are_those_of_one_call() -> None:
     got = pc.tile(half, y, tile=16)
     assert got.dtype == torch.bfloat16
     assert (got.float() - exact).abs().max() <= 1.5 * (half(y).float() - exact).abs().max()
+
+
+@pytest.mark.parametrize("store", ["device", "file"])
+@torch.no_grad()
+def test_float16_under_an_autocast_of_bfloat16(store: str, tmp_path: Path) -> None:
+    """There torch.cat takes no float16; what joins rows does."""
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1)), image(1, 3, 32, 24).half()
+
+    def call(x: Tensor) -> Tensor:
+        y = F.adaptive_max_pool2d(x, 9) - x.amax((2, 3), keepdim=True)
+        return model(x).amax() + F.max_pool2d(y, 3, 1, 1)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = call(x)
+        got = pc.tile(call, x, tile=4, store=store if store == "device" else tmp_path)
+    assert got.dtype == want.dtype and torch.allclose(got.float(), want.float(), atol=0.03)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -339,3 +339,15 @@ def test_a_tensor_in_an_object_of_an_object_is_kept() -> None:
         return x + thing.inner.kept[0]
 
     assert torch.equal(pc.tile(function, (X, outer)), 3 * X) and torch.equal(outer.inner.kept[0], 2 * X)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", [pc.tile_plan, pc.tile])
+def test_an_iterator_is_refused_before_it_gives_anything(call: Any) -> None:
+    net = Net(lambda net, x: next(net.scales))
+    net.scales = iter([2, 3])
+    with pytest.raises(pc.NotServed, match=r"an iterator in an attribute, Net\.scales"):
+        call(net, X)
+    assert list(net.scales) == [2, 3]
+    net.step = lambda net, x: 2  # nothing reads it
+    call(net, X)

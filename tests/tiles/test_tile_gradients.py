@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pairs import FULL
+from support.spatial_chains import structured
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -258,3 +259,21 @@ def test_gradients_by_way_of_complex_numbers(function: Any) -> None:
     (want,) = torch.autograd.grad(function(x).square().sum(), x)
     (got,) = torch.autograd.grad(pc.tile(function, x, tile=3).square().sum(), x)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, weight: (x * weight)[:, :, 3:3],
+    lambda x, weight: x[:, :, 5:2].sum() + 0 * weight,
+    lambda x, weight: F.pad(x * weight, (0, 0, -6, -7)).relu() + 1,
+    lambda x, weight: (x.narrow(2, 3, 0).sum(), weight * x.detach()[:, :, 3:3]),
+], ids=["rows", "their sum", "cropped", "others"])  # fmt: skip
+def test_gradients_by_way_of_nothing(function: Any) -> None:
+    """They are zeros, and there."""
+    x, weight = structured((2, 3, 13, 6)).double().requires_grad_(), torch.ones(()).double().requires_grad_()
+    for one in (0, 1):
+        of = [tree_leaves(call(x))[-one] for call in (
+            lambda x: function(x, weight), lambda x: pc.tile(lambda x: function(x, weight), x, tile=3),
+        )]  # fmt: skip
+        wanted, found = (torch.autograd.grad(y.sum(), (x, weight), allow_unused=True) for y in of)
+        torch.testing.assert_close(found, wanted)
+        assert of[0].shape == of[1].shape

@@ -103,6 +103,17 @@ def test_gradients_in_a_budget_are_those_of_one_call(name: str) -> None:
     assert_alike(graded(net, given, lambda x: pc.tile(net, x, budget=refused.value.least)), expected)
 
 
+def test_fewer_columns_than_bands() -> None:
+    net = nn.Sequential(nn.Conv2d(16, 32, 5, 3, (4, 2), padding_mode="replicate"), nn.AdaptiveAvgPool2d(1))
+    x = structured((1, 16, 1, 1)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for dim in (2, -1):
+            with pytest.raises(pc.BudgetError) as refused:
+                pc.tile_plan(net, x, budget=1, dim=dim)
+            got, want = pc.tile(net, x, budget=refused.value.least, dim=dim), net(x)
+            torch.testing.assert_close(got, want, rtol=0, atol=0.02)
+
+
 class Placed(nn.Module):
     """Adds a tensor of the image's size that it makes, and has a weight that it computes."""
 
