@@ -88,7 +88,9 @@ class Graded(Bands):
         made = {v: place for place, call in enumerate(calls) for v in call.outputs}
         read = {v: place for place, call in enumerate(calls) for v in call.inputs}
         flops = [
-            self._exact.call_flops(place) if any(v in self.kinds.dims for v in call.inputs) else 0
+            self._exact.call_flops(place)
+            if any(v in self.kinds.dims for v in call.inputs) and not self.kinds.gathers[place]
+            else 0
             for place, call in enumerate(calls)
         ]
         before = [0, *itertools.accumulate(flops)]
