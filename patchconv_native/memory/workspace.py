@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 from .. import _library
-from .cpu_convs import BLOCK, Conv, forward_bytes, of_a_tile
+from .cpu_conv_calls import Conv
+from .cpu_convs import forward_bytes, gradients_bytes, of_a_tile
 
 _C = _library.load()
 _aten = torch.ops.aten
@@ -68,46 +69,6 @@ def _bytes(shape: Any, dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _stock(
-    device: str, stock: int, pass_: str, size: Any, out: Any, weight: Any, dtype: torch.dtype,
-    stride: Any, groups: int, last: bool,
-) -> int:  # fmt: skip
-    """The workspace of one pass of a stock call.
-
-    `stock` is the library's own bound. Where that means that oneDNN computes on the CPU, the value here follows what
-    torch 2.14 was observed to allocate: the weight is always reordered into a copy, NCHW tensors are too, not all of
-    them alive at once, and inputs of few channels are not.
-    """
-    given, made, weights = (_bytes(shape, dtype) for shape in (size, out, weight))
-    if device == "cpu" and math.prod(weight[2:]) == 1 and size[2:] == out[2:] and stock not in (0, given + made):
-        return 0  # for a 1x1 kernel the column buffer is the input itself
-    if device != "cpu" or stock not in (0, given + made):
-        return stock
-    if pass_ == "wgrad" and last and weight[1] == 1 and weight[0] == groups and max(weight[2:]) > 3:
-        return (BLOCK**2 + 1) * weights  # depthwise: as dense blocks of channels
-    reordered = stock > 0 and not last
-    strided = groups == 1 and any(step > 1 for step in ([stride] if isinstance(stride, int) else stride))
-    blocked, out_blocked = (
-        _bytes((shape[0], -(-shape[1] // BLOCK) * BLOCK, *shape[2:]), dtype) for shape in (size, out)
-    )
-    read = blocked if weight[1] > 3 or groups > 1 else 0
-    if pass_ == "dgrad":
-        if not reordered:
-            return weights + (blocked // size[0] if strided else 0)
-        return weights + (2 * blocked if strided else max(out_blocked + blocked - given, blocked))
-    return max(read + out_blocked + weights, 2 * weights) - weights if reordered else 2 * weights
-
-
-def _pair(found: dict[str, int], weights: int) -> int:
-    """The workspace of both gradients in one call, above both results.
-
-    The input's comes first; the weight's gradient, of `weights` bytes, is not allocated until then.
-    """
-    if len(found) < 2:
-        return next(iter(found.values()), 0)
-    return max(found["dgrad"] - weights, found["wgrad"])
-
-
 def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
     """im2col and col2im: the result is first as large as the argument, which is copied where it is not contiguous."""
     copies = (result.nbytes > args[0].nbytes) + (not args[0].is_contiguous())
@@ -120,16 +81,17 @@ def _last(tensor: Tensor) -> bool:
     return last and tensor.stride(1) <= tensor.stride(3)
 
 
-def _format_of(operand: Tensor, last: bool) -> torch.memory_format:
-    """The layout in which a convolution reads an operand. last: whether these are images in channels_last."""
-    if operand.dim() == 5 and operand.is_contiguous(memory_format=torch.channels_last_3d):
-        return torch.channels_last_3d
-    return torch.channels_last if last else torch.contiguous_format
+def _in_last(tensor: Tensor) -> bool:
+    """The same, of volumes too."""
+    volume = tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return _last(tensor) or (volume and tensor.stride(1) <= tensor.stride(4))
 
 
-def _made_dense(grad: Tensor) -> int:
-    """Bytes of the dense copy of an expanded gradient, such as that of a sum."""
-    return 0 if grad.is_contiguous() or _last(grad) else _bytes(grad.shape, grad.dtype)
+def _copied(operands: Iterable[Tensor | None], last: bool) -> int:
+    """Bytes of the copies where a convolution on the CPU finds operands in another layout: torch brings them to one."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if last else {}
+    given = [(t, formats.get(t.dim(), torch.contiguous_format)) for t in operands if t is not None]
+    return sum(t.nbytes for t, format in given if not t.is_contiguous(memory_format=format))
 
 
 def _batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
@@ -251,67 +213,75 @@ def _forward(
     a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
     input, weight = a["input"], a["weight"]
     output = result[0] if isinstance(result, (tuple, list)) else result
-    last, copied = _last(input), 0
-    if device == "cpu":  # torch brings the operands to one layout
-        if not last and _last(weight) and not weight.is_contiguous():
-            last, copied = True, input.nbytes
-        elif not input.is_contiguous(memory_format=_format_of(input, last)):
-            copied = input.nbytes
-        if not weight.is_contiguous(memory_format=_format_of(weight, last)):
-            copied += weight.nbytes
-    return _pass("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype, output.shape, last, copied)
+    last = _in_last(input) or (_in_last(weight) and not weight.is_contiguous())
+    found, stock = _planned("fprop", a, device, input.shape, input.stride(), weight.shape, input.dtype)
+    if device != "cpu":
+        return found
+    conv = _conv(a, input.shape, weight.shape, output.shape, input.dtype, last)
+    return _copied((input, weight), last) + forward_bytes(conv) if stock else found + of_a_tile(conv)
 
 
 def _backward(
     names: tuple[str, ...], known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
     device: str,
 ) -> int:  # fmt: skip
+    """Stock has all gradients that it computes in one call; those that this package cuts into tiles follow."""
     a = _DEFAULTS | known | dict(zip(names, args, strict=False)) | kwargs
-    grad, input = a["grad"], a["input"]
-    size, weight = (tuple(a.get(f"{of}_size") or a[of].shape) for of in ("input", "weight"))
+    grad, input, weight, wanted = a["grad"], a["input"], a["weight"], a["output_mask"]
+    size, shape = (tuple(a.get(f"{of}_size") or a[of].shape) for of in ("input", "weight"))
     strides = _like(grad, size) if input is None else input.stride()
-    last = _last(grad if input is None else input)
-    taken = {
-        pass_: _pass(pass_, a, device, size, strides, weight, grad.dtype, grad.shape, last)
-        for pass_, wanted in zip(("dgrad", "wgrad"), a["output_mask"][:2], strict=True) if wanted
+    last = _in_last(grad if input is None else input)
+    last = last or (weight is not None and _in_last(weight) and not weight.is_contiguous())
+    sizes = [_bytes(one, grad.dtype) for one in (size, shape, shape[:1] if not a["transposed"] else shape[1:2])]
+    found = {
+        place: _planned(pass_, a, device, size, strides, shape, grad.dtype)
+        for place, pass_ in enumerate(("dgrad", "wgrad")) if wanted[place]
     }  # fmt: skip
-    return _pair(taken, _bytes(weight, grad.dtype)) + _made_dense(grad)
+    peak = there = 0
+    if device == "cpu":
+        asked = [place in found and found[place][1] for place in (0, 1)]
+        asked.append(wanted[2] and (asked[1] or not a["ours"]))
+        there = sum(one for one, of in zip(sizes, asked, strict=True) if of)
+        conv = _conv(a, size, shape, grad.shape, grad.dtype, last)
+        peak = there + gradients_bytes(conv, asked) + _copied((grad, input, weight), last)
+        found = {place: one for place, one in found.items() if not one[1]}
+    for place, (bytes_, _) in found.items():
+        there += sizes[place]
+        peak = max(peak, there + bytes_)
+    return max(0, peak - there)
 
 
-def _pass(
-    pass_: str, a: dict[str, Any], device: str, size: Any, strides: Any, weight: Any, dtype: torch.dtype, output: Any,
-    last: bool, copied: int = 0,
-) -> int:  # fmt: skip
-    """The workspace of one pass of a convolution with the arguments `a`, which is planned as `explain` does. copied:
-    bytes that stock's forward pass copies first.
+def _planned(
+    pass_: str, a: dict[str, Any], device: str, size: Any, strides: Any, weight: Any, dtype: torch.dtype
+) -> tuple[int, bool]:
+    """The bytes that one pass of a convolution with the arguments `a` is planned with, as `explain` does, and whether
+    stock computes it.
     """
-    dims = len(weight) - 2
-
-    def entries(value: Any) -> list[int]:
-        value = [value] if isinstance(value, int) else list(value)
-        return value * dims if len(value) == 1 else value
-
-    given = ("stride", "padding", "dilation", "output_padding")
-    stride, padding, dilation, more = (entries(a[key] or 0) for key in given)
-    name, splits, transposed = str(dtype).removeprefix("torch."), a["splits"], a["transposed"]
+    stride, padding, dilation, more = _entries(a, len(weight) - 2)
+    name, splits = str(dtype).removeprefix("torch."), a["splits"]
     found = _C.plan(
         input=list(size), weight=list(weight), stride=stride, padding=padding, output_padding=more, dilation=dilation,
-        groups=a["groups"], transposed=transposed, padding_mode=a["padding_mode"],
+        groups=a["groups"], transposed=a["transposed"], padding_mode=a["padding_mode"],
         splits=None if splits is None else list(splits), input_stride=list(strides), weight_stride=[], dtype=name,
         weight_dtype=name, device=device, pass_=pass_,
     )  # fmt: skip
+    stock = not a["ours"] or found["path"] == "stock"
+    return found["stock_workspace_bytes" if stock else "workspace_bytes"], stock
+
+
+def _entries(a: dict[str, Any], dims: int) -> list[list[int]]:
+    """Stride, padding, dilation and output_padding, one number for each dimension."""
+    given = [a[key] or 0 for key in ("stride", "padding", "dilation", "output_padding")]
+    lists = [[value] if isinstance(value, int) else list(value) for value in given]
+    return [value * dims if len(value) == 1 else value for value in lists]
+
+
+def _conv(a: dict[str, Any], size: Any, weight: Any, output: Any, dtype: torch.dtype, last: bool) -> Conv:
+    dims = len(weight) - 2
+    stride, padding, dilation, more = _entries(a, dims)
     padding = padding[:: len(padding) // dims]  # before and after, which are alike in stock's, or one number for both
     whole, made = ((*[1] * (dims + 2 - len(shape)), *shape) for shape in (size, output))  # with a batch dimension
-    conv = Conv(whole, weight, made, stride, padding, dilation, more, a["groups"], transposed, dtype, last)
-    if a["ours"] and found["path"] != "stock":
-        ours: int = found["workspace_bytes"]
-        return ours + (of_a_tile(conv) if device == "cpu" and pass_ == "fprop" else 0)
-    if pass_ == "fprop" and device == "cpu":
-        return copied + forward_bytes(conv)
-    ends = (size, output)
-    if transposed:  # the input's gradient of a convolution with the ends turned
-        pass_, ends = {"fprop": "dgrad", "dgrad": "fprop"}.get(pass_, pass_), (output, size)
-    return _stock(device, found["stock_workspace_bytes"], pass_, *ends, weight, dtype, a["stride"], a["groups"], last)
+    return Conv(whole, weight, made, stride, padding, dilation, more, a["groups"], a["transposed"], dtype, last)
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
