@@ -31,6 +31,27 @@ def compared(call, *operands):
     return predicted / measured
 
 
+def gradient_ratio(x, weight, transposed=False, wanted=(True, True, True), of=None, **arguments):
+    """The same of its gradients. of: the gradient of the result, made here if it is not given."""
+    given = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0} | arguments
+    stride, padding, dilation, more = ([given[name]] * (x.dim() - 2) for name in _GEOMETRY)
+    groups = given.get("groups", 1)
+    if of is None:
+        conv = (TRANSPOSED if transposed else CONVS)[x.dim() - 2]
+        of = torch.randn_like(conv(x, weight, **arguments))
+    bias = [of.size(1)]
+
+    def call(grad, x, weight):
+        return torch.ops.aten.convolution_backward(
+            grad, x, weight, bias, stride, padding, dilation, transposed, more, groups, list(wanted)
+        )
+
+    return compared(call, of, x, weight)
+
+
+_GEOMETRY = ("stride", "padding", "dilation", "output_padding")
+
+
 def operands(channels, made, kernel, groups, size, batch, dtype, last, transposed=False):
     shape = (channels, made // groups) if transposed else (made, channels // groups)
     format = torch.channels_last if last else torch.contiguous_format
