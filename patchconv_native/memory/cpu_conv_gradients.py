@@ -42,7 +42,7 @@ def of_input(conv: Conv) -> int:
     narrow = conv.depthwise and len(conv.input) == 4 and not conv.dilated
     far = any(pad >= reach for pad, reach in zip(conv.padding, conv.reach, strict=True))
     if not narrow and (far or not block):
-        return _products(conv.turned(), False) * size + BOOKING
+        return _products(conv.turned(), False) * size + 3 * BOOKING
     if conv.last and (conv.groups == 1 or given > BLOCK):
         columns = up(made, BLOCK if conv.groups > 1 else min(up(made, BLOCK), 4 * BLOCK))
         return conv.groups * conv.taps * given * columns * size + PAGE + BOOKING + pointers(conv)
