@@ -51,15 +51,12 @@ class ToLoss(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    title: str
     net: Callable[[int], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     sides: tuple[int, ...]
     target: Callable[[int], Tensor]
     largest: str = "2GiB"
     """The budget of the largest image, which stock does not fit."""
-    limit: tuple[float, float] | None = None
-    """Time in units of stock's in a third and in a sixth of its peak, as set before it was measured."""
 
 
 def of_pixels(side: int) -> Tensor:
@@ -67,23 +64,13 @@ def of_pixels(side: int) -> Tensor:
 
 
 CASES = {
-    "unet": Case(
-        "U-Net, batch norm in training", lambda side: whole_models.UNet(), F.cross_entropy, (512, 1024, 2048),
-        of_pixels, limit=(3.0, 3.0),
-    ),
-    "frozen": Case(
-        "U-Net, norms frozen", lambda side: whole_models.UNet().eval(), F.cross_entropy, (512, 1024, 2048), of_pixels,
-        limit=(1.5, 1.5),
-    ),
+    "unet": Case(lambda side: whole_models.UNet(), F.cross_entropy, (512, 1024, 2048), of_pixels),
+    "frozen": Case(lambda side: whole_models.UNet().eval(), F.cross_entropy, (512, 1024, 2048), of_pixels),
     "resnet": Case(
-        "ResNet-18 with its head", lambda side: resnet.model(), F.cross_entropy, (1024, 2048, 4096),
-        lambda side: torch.randint(0, 1000, (1,)),
+        lambda side: resnet.model(), F.cross_entropy, (1024, 2048, 4096), lambda side: torch.randint(0, 1000, (1,))
     ),
-    "decoder": Case(
-        "AutoencoderKL decoder with a pixel loss", whole_models.Decoder, F.mse_loss, (256, 512, 1024),
-        lambda side: torch.randn(1, 3, side, side),
-    ),
-}  # fmt: skip
+    "decoder": Case(whole_models.Decoder, F.mse_loss, (256, 512, 1024), lambda side: torch.randn(1, 3, side, side)),
+}
 
 
 def made(case: str, side: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:

@@ -30,9 +30,9 @@ def test_an_example_is_under_80_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 80
 
 
-def test_there_are_four() -> None:
+def test_there_are_these() -> None:
     assert [path.stem for path in sorted(EXAMPLES.glob("*.py"))] == [
-        "large_image", "several_devices", "train_unet", "where_is_the_memory",
+        "large_image", "several_devices", "train_megapixels", "train_unet", "where_is_the_memory",
     ]  # fmt: skip
 
 
@@ -52,6 +52,14 @@ def test_train_unet(how: tuple[str, ...]) -> None:
     assert peak <= 12 if "--budget" in how else peak < 60
     first, second = (float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", text))
     assert second < first
+
+
+def test_train_megapixels(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    picture = tmp_path / "discs.png"
+    given = ("--side", "96", "--steps", "4", "--budget", "2MiB", "--picture", str(picture))
+    losses = [float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", run("train_megapixels", *given))]
+    assert len(losses) == 4 and losses[-1] < losses[0] and picture.stat().st_size > 10_000
 
 
 @needs_gloo
