@@ -48,7 +48,7 @@ def with_usual_strides(x: Tensor) -> Tensor:
 def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Tensors of one dtype, one after the other. Under autocast, torch.cat does not take every dtype."""
     kind = parts[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):  # meta has none
         return torch.cat(list(parts), dim)
     with torch.autocast(kind, enabled=False):
         return torch.cat(list(parts), dim)
