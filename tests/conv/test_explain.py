@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.pairs import pairwise
 from torch import Tensor, nn
 
 import patchconv_native as pc
@@ -32,9 +33,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("layout", layouts())
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("limit", [20_000, 300_000, 600_000, "64MiB"])
+@pairwise(layout=list(layouts()), name=list(MODULES), limit=[20_000, 300_000, 600_000, "64MiB"])
 def test_says_what_happens(layout, name, limit):
     conv = pc.convert(MODULES[name]())
     x = layouts()[layout].requires_grad_()

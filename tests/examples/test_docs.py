@@ -80,6 +80,13 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 # What pages say, and what a test has time for.
 SMALL = {
+    "torchvision.models.resnet18()": "torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])",
     "torch.randn(4, 3, 224, 224)": "torch.randn(2, 3, 64, 64)",
+    "torch.randn(16, 3, 224, 224)": "torch.randn(16, 3, 128, 128)",
+    "torch.randn(1, 3, 512, 512)": "torch.randn(1, 3, 256, 256)",
     "torch.randn(1, 3, 2048, 2048)": "torch.randn(1, 3, 64, 64)",
+    'budget="270MiB"': 'budget="98MiB"',
+    'x, budget="2GiB"': 'x, budget="96MiB"',
+    'budget="32MiB"': 'budget="8MiB"',
+    'budget="128MiB"': 'budget="40MiB"',
 }

@@ -23,18 +23,20 @@ SHAPE = (3, 6, 5, 7)
 
 
 class Arguments:
-    def __init__(self, device: str, dtype: torch.dtype = torch.float64, layout: str = "contiguous") -> None:
+    def __init__(
+        self, device: str, dtype: torch.dtype = torch.float64, layout: str = "contiguous", shape: Any = SHAPE
+    ) -> None:
         torch.manual_seed(3)
         rest = {"device": device, "dtype": dtype}
-        ramp = torch.linspace(-2, 2, 7, **rest)  # not noise alone
-        self.x = lay_out(torch.randn(SHAPE, **rest) + ramp, layout).detach().requires_grad_()
-        self.other = lay_out(torch.randn(SHAPE, **rest), layout).detach().requires_grad_()
+        ramp = torch.linspace(-2, 2, shape[-1], **rest)  # not noise alone
+        self.x = lay_out(torch.randn(shape, **rest) + ramp, layout).detach().requires_grad_()
+        self.other = lay_out(torch.randn(shape, **rest), layout).detach().requires_grad_()
         parameters = torch.float32 if dtype == torch.bfloat16 else dtype  # as mixed precision has them
         self.weight = torch.randn(6, device=device, dtype=parameters, requires_grad=True)
         self.bias = torch.randn(6, device=device, dtype=parameters, requires_grad=True)
         self.mean = torch.randn(6, device=device, dtype=parameters)
         self.var = torch.rand(6, device=device, dtype=parameters) + 0.5
-        self.grad = torch.randn(SHAPE, **rest)
+        self.grad = torch.randn(shape, **rest)
 
     def leaves(self) -> list[Tensor]:
         return [t for t in (self.x, self.other, self.weight, self.bias) if t.requires_grad]
@@ -99,7 +101,7 @@ def test_as_the_two_operators(device, name, layout, dtype):
 
 @ALL
 def test_gradcheck(device, name):
-    a = Arguments(device)
+    a = Arguments(device, shape=(2, 6, 3, 4))
     f = CASES[name][0]
 
     def call(*leaves: Tensor) -> Tensor:

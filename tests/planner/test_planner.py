@@ -60,7 +60,7 @@ class UNet(nn.Module):
 
 def residual() -> nn.Module:
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)]
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(5)), *head)
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(3)), *head)
 
 
 def plain() -> nn.Module:
@@ -69,11 +69,11 @@ def plain() -> nn.Module:
     def block(i: int, o: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(), nn.Dropout(0.1))
 
-    return nn.Sequential(block(3, 16), block(16, 16), block(16, 24), nn.MaxPool2d(2), block(24, 24), block(24, 8))
+    return nn.Sequential(block(3, 16), block(16, 24), nn.MaxPool2d(2), block(24, 24), block(24, 8))
 
 
 def dense() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Dense(8 + 8 * i) for i in range(4)), nn.Conv2d(40, 2, 1))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Dense(8 + 8 * i) for i in range(3)), nn.Conv2d(32, 2, 1))
 
 
 MODELS: dict[str, Any] = {"residual": residual, "plain": plain, "dense": dense, "unet": UNet}
@@ -114,7 +114,7 @@ def test_the_measured_peak_is_within_the_budget(name: str, shape: tuple[int, ...
 def test_what_budgets_need() -> None:
     """Some need nothing, some conversion, some checkpoints, some cannot be had."""
     kinds = set()
-    for share in (1.2, 0.8, 0.6, 0.05):
+    for share in (1.2, 0.9, 0.6, 0.05):
         model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
         try:
             strategy = pc.plan(model, x, budget=int(trace(model, x).peak * share)).strategy
