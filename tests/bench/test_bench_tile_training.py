@@ -21,7 +21,7 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
     assert (stock["form"], ours["form"]) == ("stock", "tile, 1/3")
     assert 0 < ours["peak"] <= stock["peak"] / 3 * 1.01
     assert min(ours["seconds"], ours["planning"], stock["seconds"]) > 0
-    assert 0 < data["errors"]["frozen"]["tile"] < 1.5
+    assert 0 < data["errors"]["frozen"]["tile"] < 1e-9
     losses = data["curves"]
     assert all(abs(a - b) < 1e-3 for a, b in zip(losses["stock"], losses["tile, 1/4"], strict=True))
     assert "| tile, 1/3 |" in data["text"]
