@@ -28,7 +28,7 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
 
 def test_values_in_files_are_not_in_the_peak() -> None:
     pytest.importorskip("diffusers")
-    in_files, in_memory = (tile.called("decoder", form, 128)["peak"] for form in (tile.FILES, "tile"))
+    in_files, in_memory = (tile.called("decoder", form, 256)["peak"] for form in (tile.FILES, "tile"))
     assert 0 < in_files < in_memory
 
 

@@ -114,7 +114,7 @@ def test_the_measured_peak_is_within_the_budget(name: str, shape: tuple[int, ...
 def test_what_budgets_need() -> None:
     """Some need nothing, some conversion, some checkpoints, some cannot be had."""
     kinds = set()
-    for share in (1.2, 0.9, 0.6, 0.05):
+    for share in (1.2, 0.9, 0.7, 0.05):
         model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
         try:
             strategy = pc.plan(model, x, budget=int(trace(model, x).peak * share)).strategy
@@ -202,7 +202,7 @@ def test_precision_only_where_nothing_exact_fits() -> None:
 
 def test_as_a_file(tmp_path: Any) -> None:
     model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
-    plan = pc.plan(model, x, budget=int(0.6 * trace(model, x).peak))
+    plan = pc.plan(model, x, budget=int(0.7 * trace(model, x).peak))
     loaded = pc.Plan.load(plan.to_json(tmp_path / "plan.json"))
     assert loaded == plan and str(loaded) == str(plan)
     loaded.apply(seeded("residual"))
@@ -213,7 +213,7 @@ def test_as_a_file(tmp_path: Any) -> None:
 
 def test_its_words() -> None:
     model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
-    plan = pc.plan(model, x, budget=int(0.6 * trace(model, x).peak))
+    plan = pc.plan(model, x, budget=int(0.7 * trace(model, x).peak))
     text = str(plan)
     for word in ("budget", "peak", "predicted", "time", "convert", "checkpoint", "runs again in backward"):
         assert word in text, word

@@ -29,7 +29,7 @@ def blocks():
     def block():
         return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 1), nn.SiLU())
 
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(block() for _ in range(4)))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(block() for _ in range(3)))
 
 
 def deep():
