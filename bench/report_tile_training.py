@@ -32,7 +32,7 @@ def sections(data: Row) -> Iterator[Section]:
         error = data["errors"].get(case, {}).get("tile")
         yield Section(
             "" if error is None
-            else f"Gradients in half of stock's peak, in float64: of no parameter more than {error:.1e} of it from stock's.",
+            else f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's.",
             ["megapixels", "form", "peak, MiB", "of stock's", "seconds", "planning", "of stock's",
              "target"],
             [_line(row, next((one for one in rows if one["form"] == "stock" and one["side"] == row["side"]), {}))
