@@ -17,11 +17,11 @@ TARGETS = {"unet": 3.0, "frozen": 1.5}
 """Time in units of stock's, as set before it was measured."""
 TEXT = (
     "One training step (forward, loss, backward), float32, NCHW, batch 1, random weights. Peak: the most that torch "
-    "allocates in a step above the images, the parameters, their gradients and the loss. Time: the least of two steps, "
-    "each form in a process of its own; of images above 3 megapixels one step, the counting of memory included. "
-    "Planning, of which the seconds are given, is done once, in the step before them; the one step of a large image "
-    "includes it. "
-    "(p): predicted, since stock does not fit. Target: of the time, as set before it was measured."
+    "allocates in a step above the images, the parameters, their gradients and the loss. Process: how far the "
+    "process's resident memory grew in that step, without the gradients. Time: the least of two steps, each form in a "
+    "process of its own. Planning, of which the seconds are given, is done once, in a step before these. Of images "
+    "above 3 megapixels there is one step, with planning and the counting of memory in it. (p): predicted, since stock "
+    "does not fit. Target: of the time, as set before it was measured."
 )
 
 
@@ -33,8 +33,8 @@ def sections(data: Row) -> Iterator[Section]:
         yield Section(
             "" if error is None
             else f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's.",
-            ["megapixels", "form", "peak, MiB", "of stock's", "seconds", "planning", "of stock's",
-             "target"],
+            ["megapixels", "form", "peak, MiB", "peak, of stock's", "process, MiB", "seconds", "planning",
+             "time, of stock's", "target"],
             [_line(row, next((one for one in rows if one["form"] == "stock" and one["side"] == row["side"]), {}))
              for row in rows],
             TITLES[case],
@@ -49,9 +49,10 @@ def sections(data: Row) -> Iterator[Section]:
 def _line(row: Row, stock: Row) -> list[str]:
     line = [f"{row['side'] ** 2 / 1e6:.2f}", row["form"]]
     if "peak" not in row:
-        return [*line, row["error"], "", "", "", "", ""]
+        return [*line, row["error"], "", "", "", "", "", ""]
     line += [mib(row["peak"]) + " (p)" * row.get("predicted", False)]
     line += [f"{row['peak'] / stock['peak']:.2f}" if stock else ""]
+    line += [mib(row["process"]) if "process" in row else ""]
     seconds, planning = row.get("seconds"), row.get("planning")
     of = seconds / stock["seconds"] if seconds and stock.get("seconds") else None
     wanted, target = TARGETS.get(row["case"]), ""

@@ -266,7 +266,7 @@ class Graded(Bands):
 
     def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
         """With tiles of about these sizes."""
-        forward = self._forward(route)
+        forward = self._forward(route, self._room or 0)
         if forward is None:
             return None
         for _ in range(2):  # the first ones may take more than about
@@ -282,15 +282,15 @@ class Graded(Bands):
             return shares
         return self._shares[min(self._shares.index(shares) + 1, len(self._shares) - 1)]
 
-    def _forward(self, route: Route) -> tuple[TilePlan, Planner, Choice] | None:
-        """The forward pass, in bands where strips as wide as the image take too much."""
+    def _forward(self, route: Route, room: int) -> tuple[TilePlan, Planner, Choice] | None:
+        """The forward pass, in bands where strips as wide as the image take more than this many bytes."""
 
         def found(widths: list[Fraction]) -> tuple[Planner, Choice]:
             planner = self._planner(widths, rough=True, kept=route.kept)
-            return planner, planner.choose(route.stored, self._room)
+            return planner, planner.choose(route.stored, room)
 
         def fit(widths: list[Fraction]) -> bool:
-            return max(found(widths)[1].peaks) <= (self._room or 0)
+            return max(found(widths)[1].peaks) <= room
 
         widths = [one for _, one in self._ways]
         place = 0 if fit(widths[0]) else bisect.bisect_left(widths, True, lo=1, key=fit)
@@ -335,8 +335,7 @@ class Graded(Bands):
         choice = planner.choose(route.stored, room)
         found = (self._plan(planner, route.stored, choice), planner, choice)
         if max(choice.peaks) > room:
-            before, self._room = self._room, room
-            found, self._room = self._forward(route) or found, before
+            found = self._forward(route, room) or found
         plan = self._with_tiles(found, route, tiles, room)
         return plan, lambda: found[1].where(route.stored, found[2])
 

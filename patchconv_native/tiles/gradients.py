@@ -67,8 +67,8 @@ def _constants(graph: Graph, questions: Sequence[int]) -> list[Tensor]:
 
 
 def _by_nothing(graph: Graph, results: Iterable[int]) -> set[int]:
-    """The values, and the ids of constants, that results follow from by way of a tensor without elements alone, or by
-    others too. They have a gradient, be it of zeros, although no tile may lead to them.
+    """The values, and the ids of constants, that results follow from by way of a tensor without elements. They have a
+    gradient, of zeros where there is no other way, although no tile leads to them.
     """
     reached = {v for v in results if v in graph.needs}
     found: set[int] = set()

@@ -105,17 +105,18 @@ def kinds_of(graph: Graph, dims: Sequence[int]) -> Kinds:
 
 
 def parted(graph: Graph, kinds: Kinds, begins: Sequence[int]) -> Kinds:
-    """The same, where the calls from each of these places on read what calls before it made in a later sweep: what lies
-    between is then stored, and not computed again in each tile.
+    """The same, with the calls in parts. begins: the first call of each part but the first. What a part makes, the next
+    ones read in a later sweep: it can be stored, so that a tile need not compute it again.
     """
-    found, parts = dataclasses.replace(kinds, level=dict.fromkeys(graph.inputs, 0), start=[]), dict[int, int]()
+    found = dataclasses.replace(kinds, level=dict.fromkeys(graph.inputs, 0), start=[])
+    parts: dict[int, int] = {}
     for place, call in enumerate(graph.calls):
         part = bisect.bisect_right(begins, place)
         there = [found.level[v] + (v in kinds.dims and parts.get(v, part) < part) for v in call.inputs]
         found.start.append(max(there, default=0))
-        for v in call.outputs:
-            parts[v], after = part, kinds.gathers[place] if v not in kinds.dims else False
-            found.level[v] = found.start[place] + (1 if after else kinds.questions[place])
+        after = found.start[place] + (1 if kinds.gathers[place] else kinds.questions[place])
+        found.level.update(dict.fromkeys(call.outputs, after))
+        parts.update(dict.fromkeys(call.outputs, part))
     return found
 
 

@@ -97,7 +97,8 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
 
 
 def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
-    known, form = _forms.setdefault(module, {}), (budget, tuple(arguments.dims), form_of(graph))
+    images = tuple((image.device, image.stride()) for image in arguments.images)  # they may be in the host's memory
+    known, form = _forms.setdefault(module, {}), (budget, tuple(arguments.dims), images, form_of(graph))
     if form in known:
         plan, last = known[form]
         turned = in_channels_last(graph) if last else graph

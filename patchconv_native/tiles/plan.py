@@ -107,14 +107,12 @@ class TilePlan:
             smallest = zip(result_sizes(self.graph, self.kinds), min(self.tiles.values(), key=math.prod), strict=False)
             size = " x ".join(str(math.ceil(n * share)) for n, share in smallest)
             lines.append(
-                f"backward    {_count(len(tiles), 'sweep')} of {min(tiles)} to {max(tiles)} tiles, the smallest of "
-                f"{size} of the result"
+                f"backward    {min(tiles)} to {max(tiles)} tiles a sweep, the smallest of {size} of the result"
             )
             again = {v for stretch in self.stretches for sweep in stretch.again for v in sweep.stores}
             if again:
-                parts = _count(sum(bool(one.again) for one in self.stretches), "part")
                 some = f"{len(again)} of {_count(len(self.stored), 'stored value')}"
-                lines.append(f"again       {some}: not kept for the backward pass, which computes them in {parts}")
+                lines.append(f"again       {some}, for some sweeps of the backward pass at a time")
         if self.at_once:
             lines.append("at once     as one call of the module: each value is freed when it is read last")
             return "\n".join(lines)

@@ -95,10 +95,8 @@ class Strips:
     def _planner(self, widths: Sequence[Fraction], rough: bool = False, kept: set[int] | None = None) -> Planner:
         return Planner(self._graph, self.kinds, self._wishes.outside, widths, self._learned, rough, kept)
 
-    def _measured(
-        self, widths: Sequence[Fraction], stored: set[int], choice: Choice, kept: set[int] | None = None
-    ) -> Least:
-        planner = self._planner(widths, kept=kept)
+    def _measured(self, widths: Sequence[Fraction], stored: set[int], choice: Choice) -> Least:
+        planner = self._planner(widths)
         exact = planner.choose(stored, None, cuts=choice.cuts)
         return self._plan(planner, stored, exact), lambda: planner.where(stored, exact)
 
