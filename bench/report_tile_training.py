@@ -18,8 +18,8 @@ TARGETS = {"unet": 3.0, "frozen": 1.5}
 TEXT = (
     "One training step (forward, loss, backward), float32, NCHW, batch 1, random weights. Peak: the most that torch "
     "allocates in a step above the images, the parameters, their gradients and the loss. Process: how far the "
-    "process's resident memory grew in that step, without the gradients. Time: the least of two steps, each form in a "
-    "process of its own. Planning, of which the seconds are given, is done once, in a step before these. Of images "
+    "process's resident memory grew in another one, without the gradients. Time: the least of two steps, each form in "
+    "a process of its own. Planning, of which the seconds are given, is done once, in a step before these. Of images "
     "above 3 megapixels there is one step, with planning and the counting of memory in it. (p): predicted, since stock "
     "does not fit. Target: of the time, as set before it was measured."
 )

@@ -107,28 +107,26 @@ def step_of(form: str, model: nn.Module, images: tuple[Tensor, ...], budget: int
 
 
 def stepped(case: str, form: str, side: int, budget: int | str, once: bool) -> dict[str, Any]:
-    """Peak of a step above parameters, gradients and images, how far the process grew in it, and the time of others. A
-    first step does what is done once, unless there is time for one alone.
+    """The peak of a step above parameters, gradients and images, how far the process grows in another one, whose memory
+    is not counted, and the time of others. A first step plans; `once`: there is time for one step alone.
     """
     model, images = made(case, side)
     step = step_of(form, model, images, budget)
-    peaks: list[int] = []
     found: list[Tensor] = []
-    seconds: list[float] = []
 
-    def counted() -> Tensor:
-        seconds.append(measure.seconds_of(lambda: peaks.append(allocated_peak(lambda: found.append(step())))))
-        return found[0]
+    def gradients() -> int:
+        return sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
 
+    row: dict[str, Any] = {}
     if not once:
         step()
         model.zero_grad(set_to_none=True)
-    process = measure.peak_of(counted)
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    if not once:
-        seconds = [measure.seconds_of(step) for _ in range(STEPS_TIMED)]
-    row: dict[str, Any] = {"peak": peaks[0] - gradients - found[0].nbytes, "seconds": min(seconds)}
-    row["process"] = process.workspace - gradients
+        row["process"] = measure.peak_of(step).workspace - gradients()
+        row["seconds"] = min(measure.seconds_of(step) for _ in range(STEPS_TIMED))
+        model.zero_grad(set_to_none=True)
+    peaks: list[int] = []
+    seconds = measure.seconds_of(lambda: peaks.append(allocated_peak(lambda: found.append(step()))))
+    row = {"peak": peaks[0] - gradients() - found[0].nbytes, "seconds": seconds} | row
     if form.startswith("tile"):
         pc.tile_modules(model, ())
         row["planning"] = measure.seconds_of(lambda: pc.tile_plan(model, images, budget=budget))
