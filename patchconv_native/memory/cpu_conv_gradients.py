@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from . import cpu_conv_bfloat16 as bfloat16
 from .cpu_conv_calls import BLOCK, BOOKING, PAGE, Conv, blocked, pointers, up
 
 HALF = BLOCK // 2
@@ -30,13 +31,13 @@ def of_input(conv: Conv) -> int:
     read, result = math.prod(conv.input), math.prod(conv.output)
     if conv.strided and conv.dilated:
         return _products(conv.turned(), False) * size + BOOKING
-    block = _block(conv)
-    if conv.strided and (conv.groups == 1 or given > HALF):
-        weights = conv.groups * conv.taps * given * up(made, BLOCK if made <= 2 * BLOCK else 4 * BLOCK)
+    block, half = _block(conv), size == 2
+    if conv.strided and (conv.groups == 1 or given > HALF or half):
+        weights = conv.groups * conv.taps * up(given, 4 // size) * up(made, BLOCK if made <= 2 * BLOCK else 4 * BLOCK)
         there = 0 if conv.last or conv.input[1] == 1 else read
         copies = 0 if conv.last or conv.output[1] == 1 else 2 * result
         strided = max((there + weights) * size + _spread(conv), copies * size)
-        if conv.groups == 1 or given > BLOCK or not block:
+        if conv.groups == 1 or given > BLOCK or half or not block:
             return strided
         return max(strided, of_input(dataclasses.replace(conv, stride=[1] * len(conv.stride))))  # either may be chosen
     narrow = conv.depthwise and len(conv.input) == 4 and not conv.dilated
@@ -55,7 +56,8 @@ def of_input(conv: Conv) -> int:
     out = result
     if conv.groups == 1 or conv.depthwise:
         read, out = blocked(conv.input), blocked(conv.output)
-    return max(read + weights + out - result, out) * size
+    sums = torch.get_num_threads() * up(made, BLOCK) * math.prod(conv.output[2:]) * 4 * (half and conv.taps == 1)
+    return max((read + weights + out - result) * size + sums, out * size)
 
 
 def _block(conv: Conv) -> int:
@@ -75,7 +77,8 @@ def _spread(conv: Conv) -> int:
     for size, made, stride, padding, reach in spatial:
         behind = (size - 1) * stride + reach - padding - made
         places *= size + max(0, reach - 1 - padding) // stride + max(0, reach - 1 - behind) // stride
-    elements, pages = up(places * conv.input[1], PAGE), 2 * threads + 2
+    channels = conv.groups * up(conv.channels[0], 4 // conv.dtype.itemsize)  # two of half precision
+    elements, pages = up(places * channels, PAGE), 2 * threads + 2
     if conv.output[-1] % conv.stride[-1]:  # rows of the result that are cut where they end
         row = up(conv.output[-1], conv.stride[-1])
         if math.prod(conv.output[:-1]) == conv.output[1]:  # threads share one long row
@@ -90,31 +93,43 @@ def of_weight(conv: Conv, bias: bool) -> int:
     bias = bias and not conv.transposed  # a transposed one's is computed on its own
     conv, size = conv.turned() if conv.transposed else conv, conv.dtype.itemsize
     (given, made), threads, batch = conv.channels, torch.get_num_threads(), conv.input[0]
-    block, few, more = BLOCK, False, 0
+    block, few, more, half = BLOCK, False, 0, conv.dtype == torch.bfloat16
     if _by_depthwise(conv):
         weights = up(conv.groups, BLOCK) * conv.taps
         shares = threads if conv.last else min(max(1, threads // min(-(-conv.groups // BLOCK), threads)), batch)
-        more = 4 * (shares - 1) * (weights + conv.groups * bias) + 2 * BOOKING
+        more = 4 * (shares - 1 + half) * (weights + conv.groups * bias) + 2 * BOOKING
     elif _directly(conv):
         few = conv.groups == 1 and given < BLOCK and not _pointwise(conv)
         weights = conv.groups * conv.taps * (given if few else up(given, BLOCK)) * up(made, BLOCK)
-        copies = _shares(conv, few) - 1
-        more = (4 * copies * (weights + conv.groups * up(made, BLOCK)) + BARRIER) * (copies > 0)
-        more += _of_bias(conv, block) * bias
-        if _pointwise(conv) and conv.strided:  # for each thread, the places that are read
-            more += 4 * threads * (given if conv.last else up(given, BLOCK)) * math.prod(conv.output[2:])
-    elif _in_narrow_blocks(conv):
+        if half and _pointwise(conv):
+            more = bfloat16.pointwise(conv, weights, _shares(conv, few), bias)
+        elif half:
+            more = bfloat16.direct(conv, weights, few, bias)
+        else:
+            more = _sums(conv, weights, few, bias)
+    elif not half and _in_narrow_blocks(conv):
         block, jobs = HALF, conv.groups * -(-given // HALF) * -(-made // HALF)
         weights = jobs * HALF**2 * conv.taps
         copies = min(threads // min(jobs, threads), batch) - 1
         more = (4 * copies * weights + BY_REDUCER) * (copies > 0) + BOOKING + _of_bias(conv, block) * bias
     else:
-        return _products(conv, True) * size + BOOKING * (3 if conv.last else 2)
+        return _products(conv, True) * size + BOOKING * (3 if conv.last or half else 2)
     result = math.prod(conv.weight)
     if conv.last:  # as it is, and again in channels_last
         return max((weights - result) * size + more, (weights + result) * size)
     read = 0 if few else blocked(conv.input, block)
     return max((read + blocked(conv.output, block) + weights - result) * size + more, weights * size)
+
+
+def _sums(conv: Conv, weights: int, few: bool, bias: bool) -> int:
+    """Bytes of the sums of the direct kernels, whose weights have so many elements."""
+    given, made = conv.channels
+    copies = _shares(conv, few) - 1
+    more = (4 * copies * (weights + conv.groups * up(made, BLOCK)) + BARRIER) * (copies > 0)
+    more += _of_bias(conv, BLOCK) * bias
+    if _pointwise(conv) and conv.strided:  # for each thread, the places that are read
+        more += 4 * torch.get_num_threads() * (given if conv.last else up(given, BLOCK)) * math.prod(conv.output[2:])
+    return more
 
 
 def _of_bias(conv: Conv, block: int) -> int:
@@ -146,7 +161,12 @@ def _directly(conv: Conv) -> bool:
     given, made = conv.channels
     if not conv.last and conv.groups > 1 and (given % BLOCK or made % BLOCK):
         return False
-    if not conv.last and conv.groups == 1 and HALF // 2 <= given < BLOCK and not _pointwise(conv):
+    few = conv.groups == 1 and given < BLOCK and not _pointwise(conv)
+    narrow = few and not conv.last and given >= HALF // 2  # oneDNN has kernels for narrower vectors that come first
+    if conv.dtype == torch.bfloat16:
+        if few and not (conv.last and given > 1) and not bfloat16.by_image_of_few(conv):
+            return False
+    elif narrow:
         return False
     steps = list(zip(conv.stride, conv.dilation, strict=True))[:-1]
     if any(stride > 1 < dilation for stride, dilation in steps) or (len(conv.input) == 5 and conv.dilation[0] > 1):
@@ -207,18 +227,20 @@ def _products(conv: Conv, weight: bool) -> int:
     source, places = (math.prod(shape[3:] if volume else shape[2:]) for shape in (conv.input, conv.output))
     plain = conv.taps == 1 and not conv.strided and tuple(conv.input[2:]) == tuple(conv.output[2:])
     columns = 0 if plain else given * conv.taps * places
-    copies = threads if _by_sample(conv, weight, source, places) else 1
+    copies, half = threads if _by_sample(conv, weight, source, places) else 1, conv.dtype == torch.bfloat16
+    sums = 4 * (copies + half) * weights if weight else 0
+    if half and not weight:  # columns and sums in float32
+        columns, sums = 2 * columns, 2 * copies * given * source * (conv.input[2] if volume else 1)
     if conv.last:
         image = given * source * (conv.input[2] if volume else 1)
         if weight:  # it is reordered and copied after that
-            return max(copies * (columns + 4 * weights + image), 2 * weights)
-        return weights + copies * (columns * depth + image * (conv.groups > 1))
-    booked = 4 * copies * weights if weight else 0
-    most = min(MOST_SCRATCH // 4, 15 * threads * (math.prod(conv.input) + weights + math.prod(conv.output))) - booked
+            return max(copies * (columns + image) + sums, 2 * weights)
+        return weights + sums + copies * (columns * depth + image * (conv.groups > 1))
+    most = min(MOST_SCRATCH // 4, 15 * threads * (math.prod(conv.input) + weights + math.prod(conv.output))) - sums
     columns *= copies
     if columns > most:
         columns = int(most * (0.05 if weight else 0.1))
-    return max(booked + columns, weights if weight else math.prod(conv.input))
+    return max(sums + columns, weights if weight else math.prod(conv.input))
 
 
 def _by_sample(conv: Conv, weight: bool, source: int, places: int) -> bool:

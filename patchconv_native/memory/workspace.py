@@ -76,15 +76,15 @@ def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device:
 
 
 def _last(tensor: Tensor) -> bool:
-    """Whether torch takes it for an image in channels_last: not one of a single channel that is in both layouts."""
+    """Whether torch takes it for an image in channels_last: not one of one channel or pixel that is in both layouts."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return last and tensor.stride(1) <= tensor.stride(3)
+    return last and tensor.size(1) * tensor.stride(1) <= tensor.stride(3)
 
 
 def _in_last(tensor: Tensor) -> bool:
     """The same, of volumes too."""
     volume = tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    return _last(tensor) or (volume and tensor.stride(1) <= tensor.stride(4))
+    return _last(tensor) or (volume and tensor.size(1) * tensor.stride(1) <= tensor.stride(4))
 
 
 def _copied(operands: Iterable[Tensor | None], last: bool) -> int:

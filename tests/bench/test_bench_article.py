@@ -17,6 +17,7 @@ from patchconv_native.memory.report import LOG
 from patchconv_native.planner import Strategy
 
 pytest.importorskip("torchvision")
+PHASES = {"forward", "backward", "recompute", "optimizer"}
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
@@ -25,7 +26,7 @@ def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     assert [row["form"] for row in data["measured"] if row["device"] == "cpu"] == list(article.FORMS)
     assert len(data["printed"]) == len(data["rows"]) + len(data["measured"])
     for row in data["rows"]:
-        assert row["peak"] > row["static"] > 0 and row["at"]["phase"] in ("forward", "backward", "optimizer")
+        assert row["peak"] > row["static"] > 0 and row["at"]["phase"] in PHASES
     for row in data["measured"]:
         assert row["of_prediction"] == pytest.approx(1, abs=0.05) and row["ms"]["least"] > 0 and row["rounds"] >= 3
         assert 0 < row["above"] < row["peak"] and row["resident"] > 0
@@ -40,7 +41,7 @@ def test_the_log(tmp_path: Path) -> None:
     options = ["--log", str(tmp_path / "log.csv"), "--form", "checkpoints, ours", "--out", str(tmp_path / "none")]
     assert article.main(["--size", "tiny", *options]) == 0
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
-    assert tuple(rows[0]) == LOG and {"forward", "backward", "recompute", "optimizer"} == {row["phase"] for row in rows}
+    assert tuple(rows[0]) == LOG and {row["phase"] for row in rows} == PHASES
     assert "layers.layer4_0.conv2" in {row["module"] for row in rows} and not (tmp_path / "none").exists()
 
 
