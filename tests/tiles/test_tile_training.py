@@ -91,6 +91,25 @@ def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="workspace known for vectors of bfloat16")
+@pytest.mark.parametrize("name", NETS if FULL else ["in training"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
+def test_budgets_are_kept_in_bfloat16(name: str, autocast: bool) -> None:
+    """The backward pass is inside of the autocast block, where torch does not want it, but where many have it."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    net, x = NETS[name]().to(dtype), structured((2, 3, 96, 80)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs, want = stepped(copy.deepcopy(net), x, copy.deepcopy(net))
+        with pytest.raises(pc.BudgetError) as refused:
+            pc.tile_plan(net, x, budget=1)
+        least = refused.value.least
+        assert least < theirs / 2
+        peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=least))
+    assert peak <= least
+    torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("name", SMALL if FULL else ["squeezed", "attention", "frozen", "in place"])
 def test_gradients_in_a_budget_are_those_of_one_call(name: str) -> None:
     torch.manual_seed(0)
