@@ -1,9 +1,10 @@
 """Says what to turn on so that a training step fits a budget, or the largest batch or size that fits.
 
 Everything is predicted: nothing is computed, no memory is taken, and --device cuda needs no GPU. Converted layers,
-converted functional code, checkpoints and smaller tiles are tried. If none fits and it is allowed, autocast (--amp)
-and saved tensors in the host's memory (--offload) are tried too. If nothing fits, one line gives the smallest budget
-that would do, and the exit code is 1.
+converted functional code, checkpoints and smaller tiles are tried, and then the whole model in tiles, which takes
+seconds to plan (not with --no-tiles, nor for --max-batch and --max-size). If none fits and it is allowed, autocast
+(--amp) and saved tensors in the host's memory (--offload) are tried too. If nothing fits, one line gives the smallest
+budget that would do, and the exit code is 1.
 
   patchconv_native plan torchvision:resnet50 --size 1024 --batch 8 --budget 6GiB --optimizer adamw --json plan.json
   patchconv_native plan timm:convnext_tiny --size 2048 --device cuda --frontier --plot frontier.png
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_step(parser, "allow autocast to this dtype if nothing exact fits")
     parser.add_argument("--offload", action="store_true", help="allow saved tensors in the host's memory (cuda)")
+    parser.add_argument("--no-tiles", action="store_true", help="do not try the whole model in tiles: plans sooner")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result; pc.Plan.load reads a plan")
     parser.add_argument("--plot", type=options.picture, metavar="FILE", help="draw the frontier: .png, .svg, .pdf")
     options.add_quiet(parser)
@@ -112,7 +114,7 @@ def _largest(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, s
 
 
 def _plan(model: nn.Module, x: torch.Tensor, arguments: argparse.Namespace, step: dict[str, Any]) -> int:
-    step = {**step, "amp": options.amp(arguments), "offload": arguments.offload}
+    step = {**step, "amp": options.amp(arguments), "offload": arguments.offload, "tiles": not arguments.no_tiles}
     frontier = arguments.frontier or arguments.plot is not None
     found: Any = None
     with Progress(arguments.quiet) as progress:

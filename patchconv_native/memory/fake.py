@@ -30,6 +30,8 @@ _KEEP_LAYOUT = {torch.ops.aten.native_group_norm.default: 0, torch.ops.aten.nati
 # Operators whose CPU kernels make a result as large as their argument, and give it another size then.
 _RESIZED = {torch.ops.aten.im2col.default, torch.ops.aten.col2im.default}
 
+_DEVICE = torch.ops.prim.device.default
+
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 # Operators that save for backward what only a real run can tell.
@@ -118,6 +120,8 @@ class Storages(TorchDispatchMode):
         return found is not None and found() is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # of all that is asked here, most is this
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         if func in _UNKNOWN:
             raise NotImplementedError(
@@ -163,7 +167,7 @@ class Storages(TorchDispatchMode):
                 tensor.grad = None
 
     def _count(self, tensor: Tensor) -> None:
-        if not isinstance(tensor, FakeTensor) or tensor.device.type != self._device.type:
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != self._device.type:
             return
         memory = storage(tensor)
         if memory is None or self._knows(memory):

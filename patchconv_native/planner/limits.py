@@ -72,8 +72,8 @@ def _answer(
 
 
 def _least(model: nn.Module, values: tuple[Any, ...], options: dict[str, Any]) -> Strategy:
-    """The strategy with the least peak."""
-    found: Frontier = plan(model, *values, frontier=True, **options)
+    """The strategy with the least peak. Without tiles, whose budget is one size's."""
+    found: Frontier = plan(model, *values, frontier=True, tiles=False, **options)
     return min(found.plans, key=lambda one: one.peak).strategy
 
 
@@ -91,8 +91,8 @@ def max_batch(
     """The largest batch with which a step of `model` is predicted to fit into `budget` bytes. Nothing is computed.
 
     inputs: an example of the model's inputs. Every tensor whose first dimension equals that of the first tensor is
-    scaled. planned: apply the plan with the least peak first; otherwise the model stays unchanged. Raises ValueError
-    if not even a batch of 1 fits.
+    scaled. planned: apply the plan with the least peak first, of those without tiles; otherwise the model stays
+    unchanged. Raises ValueError if not even a batch of 1 fits.
     """
     batch = next((t.shape[0] for t in inputs if isinstance(t, Tensor) and t.dim()), None)
     if batch is None:

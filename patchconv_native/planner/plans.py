@@ -11,27 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._budget import MARGIN, BudgetError, least_budget
 from .._bytes import format_bytes, parse_bytes
 from ..convert import convert_report
 from ..memory.labels import aligned
 from ..memory.plot import bytes_axis, new_figure, save_figure
 from ..memory.trace import Loss, device_of
-from .margin import MARGIN, least_budget
 from .search import Candidate, Question, stages
 from .strategy import Strategy, reasons_for, remember_plan, undo_last_plan
 
 REASONS = 12
 """Lines of a plan's text that say why."""
-
-
-class BudgetError(ValueError):
-    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan: a `Plan`,
-    or a `TilePlan`.
-    """
-
-    def __init__(self, text: str, least: int, plan: Any) -> None:
-        super().__init__(text)
-        self.least, self.plan = least, plan
 
 
 @dataclass
@@ -53,6 +43,8 @@ class Plan:
     stock_peak: int
     """Predicted for the model without the plan: as it was given to `plan`, which may be converted."""
     reasons: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """What could not be tried, and why."""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.device}, {'training step' if self.train else 'forward pass'})"]
@@ -67,6 +59,7 @@ class Plan:
         lines += [f"  {reason}" for reason in self.reasons[:REASONS]]
         if len(self.reasons) > REASONS:
             lines.append(f"  and {len(self.reasons) - REASONS} more")
+        lines += [f"not tried: {what}: {why}" for what, why in self.refused.items()]
         return "\n".join(lines)
 
     @property
@@ -169,6 +162,7 @@ def plan(
     train: bool = True,
     amp: torch.dtype | None = None,
     offload: bool = False,
+    tiles: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Any:
     """Chooses what to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int).
@@ -178,10 +172,11 @@ def plan(
     predicted; nothing is computed, and inputs may be fake or meta tensors of any size.
 
     Strategies are tried in this order: the unchanged model, converted layers, converted functional code, checkpoints
-    (coarse, fine, nested), smaller tiles. Only if none of them fits, and only if allowed, follow autocast to `amp` and
-    saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is chosen. A
-    predicted peak must stay below the budget by a margin, 3 % of the peak on the CPU and 10 % on CUDA; the margin of
-    CUDA has not been measured.
+    (coarse, fine, nested), convolutions in smaller tiles, and, unless tiles=False, the whole model in tiles
+    (`tile_modules`), which takes seconds to plan. Only if none of them fits, and only if allowed, follow autocast to
+    `amp` and saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is
+    chosen. Micro-batches are not tried. A predicted peak must stay below the budget by a margin, 3 % of the peak on the
+    CPU and 10 % on CUDA, and of what tiles take by theirs; the margin of CUDA has not been measured.
 
     frontier=True: returns a `Frontier` of the best plans for all budgets. train=False: a forward pass without
     gradients. progress: called with the name of each strategy before it is tried. Raises BudgetError (a ValueError) if
@@ -198,7 +193,7 @@ def plan(
         raise ValueError("plan: expected a GPU for offload: what it takes off one cannot be predicted without")
     wanted = None if budget is None else budget_of("plan", budget)
     fit: list[Candidate] = []
-    for found in stages(question, wanted, None if amp is None else str(amp).removeprefix("torch."), offload):
+    for found in stages(question, wanted, None if amp is None else str(amp).removeprefix("torch."), offload, tiles):
         fit += [one for one in found if wanted is not None and question.fits(one.peak, wanted)]
         if fit:
             break
@@ -212,7 +207,7 @@ def plan(
         least = made(min(question.tried, key=lambda one: one.peak))
         raise BudgetError(
             f"plan: no plan fits into {format_bytes(wanted)} ({wanted} bytes): the least that would do is "
-            f"{format_bytes(least.needs)} ({least.needs} bytes: {least.strategy})",
+            f"{format_bytes(least.needs)} ({least.needs} bytes: {least.strategy}){_not_tried(question)}",
             least.needs,
             least,
         )
@@ -250,4 +245,9 @@ def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
         extra_time=found.time - 1,
         stock_peak=stock,
         reasons=reasons_for(found.strategy, by_name),
+        refused=dict(question.refused),
     )
+
+
+def _not_tried(question: Question) -> str:
+    return "".join(f"; {what} could not be tried: {why}" for what, why in question.refused.items())

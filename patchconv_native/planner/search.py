@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._budget import MARGIN, BudgetError, fits, largest_peak
 from .._bytes import MIB
 from ..explain import explain
 from ..memory import fake as fakes
@@ -22,7 +23,8 @@ from ..memory.report import MemoryReport
 from ..memory.trace import Loss, OptimizerLike, trace
 from ..modules import Split
 from ..settings import workspace_limit
-from .margin import MARGIN, fits
+from ..spatial import NotServed
+from ..tiles.modules import plans_of
 from .strategy import Strategy
 
 # Operations that a device computes in the time in which it moves a byte.
@@ -30,6 +32,8 @@ BALANCE = {"cpu": 10.0, "cuda": 100.0}
 HALF_FASTER = 2.0  # how much faster operations in half precision are
 LINK = 40.0  # bytes that a GPU moves in its memory in the time in which one goes to the host
 SMALLER_WORKSPACES = (8 * MIB, MIB)
+LARGER_TILES = (2, 6)
+"""Budgets of tiles that are tried besides the least, in units of it, where no budget is given."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Question:
 
     def __post_init__(self) -> None:
         self.tried: list[Candidate] = []
+        self.refused: dict[str, str] = {}
+        """What could not be tried, and why."""
         self._cost: float | None = None
 
     @property
@@ -93,13 +99,36 @@ class Question:
         self.tried.append(found)
         return found, report
 
+    def tiled(self, strategy: Strategy) -> tuple[Candidate, int]:
+        """A candidate with tiles, and the bytes that these take. BudgetError where they need a larger budget; NotServed
+        where there are none.
+        """
+        if self.progress is not None:
+            self.progress(str(strategy))
+        undo = strategy.apply(self.model)
+        try:
+            report = self.traced(self.inputs)
+            plans = plans_of(self.model, strategy.tile or 0)
+        finally:
+            undo()
+        if not plans:
+            raise NotServed("the model is not called with images")
+        plan = plans[-1]
+        whole = next(one for one in self.tried if one.strategy == replace(strategy, tile=None))
+        passes = (plan.arithmetic + plan.backward) / 3 if self.train else plan.arithmetic
+        found = Candidate(strategy, report.peak + plan.needs - plan.peak, whole.time * max(1.0, passes))
+        self.tried.append(found)
+        return found, plan.needs
+
     def _seconds(self, strategy: Strategy, report: MemoryReport) -> float:
         work = report.trace.work
         moved = work["bytes"] + (2 * LINK * report.saved if strategy.offload else 0)
         return work["flops"] / BALANCE[self.device.type] / (HALF_FASTER if strategy.amp else 1) + moved
 
 
-def stages(question: Question, budget: int | None, amp: str | None, offload: bool) -> Iterator[list[Candidate]]:
+def stages(
+    question: Question, budget: int | None, amp: str | None, offload: bool, tiles: bool
+) -> Iterator[list[Candidate]]:
     """Tries strategies in stages, each slower than the one before. The caller stops when a candidate fits `budget`.
 
     budget=None: the caller wants all candidates.
@@ -124,6 +153,8 @@ def stages(question: Question, budget: int | None, amp: str | None, offload: boo
         for limit in SMALLER_WORKSPACES:
             if splits := smaller_splits(question, limit):
                 yield [question.candidate(replace(least.strategy, splits=splits))[0]]
+        if tiles:
+            yield in_tiles(question, base, budget)
 
 
 def _allowed(amp: str | None, offload: bool) -> Iterable[tuple[str | None, bool]]:
@@ -191,6 +222,34 @@ def _thinned(question: Question, full: Candidate, report: MemoryReport, budget: 
         found.append(first(middle))
         least, most = (least, middle) if question.fits(found[-1].peak, budget) else (middle, most)
     return found
+
+
+def in_tiles(question: Question, base: Strategy, budget: int | None) -> list[Candidate]:
+    """The model in tiles: in what is left of `budget` if that is enough, or in the least; without a budget in the least
+    and in more.
+    """
+    before = len(question.tried)
+    try:
+        if budget is None:
+            _, least = _in_at_least(question, base, 1)
+            for times in LARGER_TILES:
+                question.tiled(replace(base, tile=times * least))
+        else:
+            found, needs = _in_at_least(question, base, budget)
+            left = largest_peak(budget, question.margin) - (found.peak - needs)
+            if not question.fits(found.peak, budget) and found.strategy.tile == budget:
+                _in_at_least(question, base, max(left, 1))
+    except (NotServed, ValueError) as error:
+        question.refused["tiles"] = str(error)
+    return question.tried[before:]
+
+
+def _in_at_least(question: Question, base: Strategy, budget: int) -> tuple[Candidate, int]:
+    """In tiles of this budget, or of the least, if that is more. Also what they take."""
+    try:
+        return question.tiled(replace(base, tile=budget))
+    except BudgetError as error:
+        return question.tiled(replace(base, tile=error.least))
 
 
 def smaller_splits(question: Question, limit: int) -> dict[str, list[int]]:

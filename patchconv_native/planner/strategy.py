@@ -18,6 +18,7 @@ from .._bytes import format_bytes
 from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
 from ..modules import Split
+from ..tiles.modules import tile_modules
 from ..wrap import class_without
 
 
@@ -37,6 +38,8 @@ class Strategy:
     """The dtype of autocast."""
     offload: bool = False
     """Whether tensors saved for backward wait in the host's memory."""
+    tile: int | None = None
+    """The budget, in bytes, with which `tile_modules` runs the model."""
 
     def __str__(self) -> str:
         parts = []
@@ -50,6 +53,8 @@ class Strategy:
             parts.append(f"autocast to {self.amp}")
         if self.offload:
             parts.append("saved tensors on the host")
+        if self.tile is not None:
+            parts.append(f"tiles in {format_bytes(self.tile)}")
         return ", ".join(parts) or "no change to the model"
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +100,8 @@ class Strategy:
             if self.checkpoints:
                 already = [name for name, module in modules.items() if is_checkpointed(module)]
                 checkpoint_modules(model, [*already, *(name for name in self.checkpoints if name not in already)])
+            if self.tile is not None:
+                tile_modules(model, "", self.tile)
             if self.amp or self.offload:
                 contexts = _ForwardContexts(self.amp, self.offload)
                 handles.append(model.register_forward_pre_hook(contexts.enter, prepend=True))
@@ -177,4 +184,8 @@ def reasons_for(strategy: Strategy, saved: dict[str, int]) -> list[str]:
         lines.append(f"autocast to {strategy.amp}: nothing exact fits")
     if strategy.offload:
         lines.append("saved tensors wait on the host: nothing else fits")
+    if strategy.tile is not None:
+        lines.append(
+            f"tile_modules: the model in tiles, in {format_bytes(strategy.tile)} above what it is given and gives"
+        )
     return lines

@@ -9,8 +9,8 @@ import os
 
 import torch
 
+from .._budget import MARGIN
 from ..memory.fake import Storages
-from ..planner.margin import MARGIN
 from .costs import PeakOf
 from .graph import Graph
 from .kinds import Kinds, last_uses

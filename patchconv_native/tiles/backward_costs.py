@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.fake import Storages
 from ..spatial.parts import precise
@@ -160,7 +161,9 @@ def _sum_of_gradient(constant: Tensor) -> int:
 
 
 def _like(mode: Any, constant: Tensor) -> Tensor:
-    made: Tensor = mode.from_tensor(constant.detach())
+    made = constant.detach()
+    if not isinstance(made, FakeTensor):
+        made = mode.from_tensor(made)
     return made.requires_grad_(constant.requires_grad)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..planner.margin import largest_peak
+from .._budget import largest_peak
 from .backward import Tiles
 from .backward_costs import BackwardCosts
 from .choices import Choice, Planner
@@ -24,7 +24,7 @@ from .sweeps import bytes_of, leading_to
 from .ways import TILE, Bands, narrower
 
 MARGIN_OF_BACKWARD = 0.10
-"""In place of planner.margin's: what libraries take in a backward pass is known less well."""
+"""In place of MARGIN's: what libraries take in a backward pass is known less well."""
 STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Numbers of stretches that are looked at."""
 PARTS = (2, 4, 8)
@@ -247,9 +247,14 @@ class Graded(Bands):
         """With the tiles at the border."""
         return max(self._costs.sweep(route.stored, number, shares)[1], self._costs.between(number))
 
-    def _backward_peak(self, route: Route, tiles: dict[int, list[Fraction]]) -> int:
-        most = max(held + self._taken(route, number, tiles[number]) for number, held in enumerate(route.held))
-        return self._costs.always + most
+    def _backward_peak(self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf) -> int:
+        """below: what takes as much or more is not looked at to the end."""
+        most = 0
+        for held, number in sorted(((held, number) for number, held in enumerate(route.held)), reverse=True):
+            most = max(most, self._costs.always + held + self._taken(route, number, tiles[number]))
+            if most >= below:
+                break
+        return most
 
     def _work(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """With what tiles read of each other."""
@@ -313,7 +318,9 @@ class Graded(Bands):
             stretch.again.append(sweep)
             peak = max(peak, held + taken)
         margin = max(plan.margin, MARGIN_OF_BACKWARD)
-        return dataclasses.replace(plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak)
+        backward = self._work(route, tiles) - self._exact.whole_flops(route.stored)
+        backward /= max(self._exact.whole_flops(self._exact.everything_stored()), 1)
+        return dataclasses.replace(plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak, backward=backward)
 
     @functools.cached_property
     def _least(self) -> Least:
@@ -325,9 +332,12 @@ class Graded(Bands):
     def _lowest(self) -> tuple[int, Route]:
         """Of the smallest tiles, with nothing stored where that is possible, or what takes still less."""
         stored = self._always(self._exact.everything_stored())
-        routes = [self._route(stored, 1), *sorted(self._routes, key=lambda route: max(route.held))[:MOST_TRIED]]
+        routes = [*sorted(self._routes, key=lambda route: max(route.held))[:MOST_TRIED], self._route(stored, 1)]
         tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
-        return min(((self._backward_peak(route, tiles), route) for route in routes), key=lambda one: one[0])
+        best = math.inf, routes[0]
+        for route in routes:
+            best = min(best, (self._backward_peak(route, tiles, best[0]), route), key=lambda one: one[0])
+        return int(best[0]), best[1]
 
     def _with_least(self, route: Route) -> Least:
         tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])

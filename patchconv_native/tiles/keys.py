@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from .arguments import Arguments
@@ -219,6 +220,8 @@ def digest_of(tensors: list[Tensor]) -> bytes | None:
         return b""
     digest = hashlib.blake2b()
     for tensor in tensors:
+        if isinstance(tensor, FakeTensor):  # it has no numbers
+            continue
         try:
             there = tensor.detach().cpu().contiguous()
             address, size = there.data_ptr(), there.nbytes

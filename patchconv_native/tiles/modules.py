@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from .._budget import BudgetError
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_spatial, least_dimensions
 from .choices import fits_a_strip
@@ -23,12 +26,15 @@ from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .record import Recorded
 from .tiling import budget_of, plan_graph, record_call, run_plan
+from .without_data import are_fake
 
 OWNER = "tile_modules"
 _KEPT = 4
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
 _forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, bool]]] = weakref.WeakKeyDictionary()
-"""Plans without their graphs, and whether these are those of `in_channels_last`."""
+"""By the budget and the form of the call: plans without their graphs, and whether these are those of
+`in_channels_last`. They stay when a module is no longer tiled: with the same form a plan is the same.
+"""
 _small: weakref.WeakKeyDictionary[nn.Module, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """Images, without data, that are too small for strips to be faster than one call."""
 
@@ -51,7 +57,11 @@ class _Tiled(Wrapped):
         refuse_transforms(OWNER, arguments.images)
         if self._budget is None and _is_small(self, arguments.images):
             return inner(*args, **kwargs)
-        plan = _plan_for(self, inner, arguments, self._budget)
+        if are_fake(arguments.images):
+            with _disable_current_modes():  # what planning makes is not of the call
+                plan = _new_plan(self, inner, arguments, self._budget)
+        else:
+            plan = _plan_for(self, inner, arguments, self._budget)
         if plan is None:
             small = _small.setdefault(self, [])
             small[:] = [*small[1 - _KEPT :], [image.detach().to("meta") for image in arguments.images]]
@@ -77,14 +87,8 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
         if known[key].holds():
             return known[key].plan
         del known[key]
-    graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
-    found = None
-    if budget is not None or not fits_a_strip(graph):
-        found = _planned(module, graph, arguments, budget)
-    if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
-        graph.undo()
-        return None
-    if key is None or not found.graph.repeatable:
+    found = _new_plan(module, inner, arguments, budget)
+    if found is None or key is None or not found.graph.repeatable:
         return found
     digest = digest_of(found.graph.fed)
     with contextlib.suppress(TypeError):  # of a thing that cannot be referred to weakly
@@ -96,21 +100,45 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
     return found
 
 
+def _new_plan(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan | None:
+    graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
+    found = None
+    if budget is not None or not fits_a_strip(graph):
+        found = _planned(module, graph, arguments, budget)
+    if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
+        graph.undo()
+        return None
+    return found
+
+
 def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
     images = tuple((image.device, image.stride()) for image in arguments.images)  # they may be in the host's memory
-    known, form = _forms.setdefault(module, {}), (budget, tuple(arguments.dims), images, form_of(graph))
-    if form in known:
-        plan, last = known[form]
+    known, form = _forms.setdefault(module, {}), (tuple(arguments.dims), images, form_of(graph))
+    if (budget, *form) in known:
+        plan, last = known[(budget, *form)]
         turned = in_channels_last(graph) if last else graph
         assert turned is not None, "graphs of the same form can be turned alike"
         return filled(plan, turned)
-    found = plan_graph(OWNER, module, graph, arguments, budget)
-    last = found.graph is not graph
-    if not (last and found.at_once):
-        while len(known) >= _KEPT:
-            del known[next(iter(known))]
-        known[form] = emptied(found), last
+
+    def remember(room: int | None, found: TilePlan) -> None:
+        last = found.graph is not graph
+        if not (last and found.at_once):
+            while len(known) >= _KEPT:
+                del known[next(iter(known))]
+            known[(room, *form)] = emptied(found), last
+
+    try:
+        found = plan_graph(OWNER, module, graph, arguments, budget)
+    except BudgetError as error:
+        remember(error.least, dataclasses.replace(error.plan, budget=error.least))
+        raise
+    remember(budget, found)
     return found
+
+
+def plans_of(module: nn.Module, budget: int) -> list[TilePlan]:
+    """Those that were made for it with this budget, the last one last, without their graphs."""
+    return [plan for (room, *_), (plan, _) in _forms.get(module, {}).items() if room == budget]
 
 
 @functools.cache
@@ -153,6 +181,5 @@ def tile_modules(
     )  # fmt: skip
     for module in model.modules():
         _plans.pop(module, None)
-        _forms.pop(module, None)
         _small.pop(module, None)
     return changed

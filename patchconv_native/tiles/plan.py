@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from .._budget import least_budget
 from .._bytes import format_bytes
-from ..planner.margin import least_budget
 from .choices import largest_value, result_sizes
 from .graph import Graph
 from .kinds import Kinds, Region, Time
@@ -62,6 +62,8 @@ class TilePlan:
     """In backward, in the order of the forward pass."""
     reaches: Sequence[Callable[[int], Reach]] = field(default_factory=list)
     """Along each axis, that of each call."""
+    backward: float = 0.0
+    """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
 
     @property
     def needs(self) -> int:
@@ -84,7 +86,8 @@ class TilePlan:
         ]
         if self.budget is not None:
             lines.append(f"budget      {format_bytes(self.budget)}")
-        lines.append(f"arithmetic  {self.arithmetic:.2f} of one call's")
+        more = f", and {self.backward:.2f} in the backward pass (stock: about 2)" if self.tiles else ""
+        lines.append(f"arithmetic  {self.arithmetic:.2f} of one call's{more}")
         if self.stored:
             lines.append(
                 f"stored      {_count(len(self.stored), 'value')} between sweeps, {format_bytes(self.stored_most)} at "

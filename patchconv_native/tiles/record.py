@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.forms import in_form
@@ -313,6 +314,9 @@ def record(
     watch = Watch(draws)
     recorder = Recorder(names, torch.is_grad_enabled(), watch)
     graph = recorder.graph
+    state = (t for part in parts for t in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
+    modes = (t.fake_mode for t in state if isinstance(t, FakeTensor))
+    graph.mode = next((mode for mode in modes if isinstance(mode, FakeMode)), graph.mode)  # torch mixes no two
 
     def take_back() -> None:
         for one in (watch, elsewhere, draws):

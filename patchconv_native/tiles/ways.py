@@ -9,9 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from .._budget import MARGIN, BudgetError, largest_peak
 from .._bytes import format_bytes
-from ..planner.margin import MARGIN, largest_peak
-from ..planner.plans import BudgetError
 from .at_once import AtOnce
 from .choices import STRIP, Choice, Learned, Planner, result_sizes
 from .graph import Graph

@@ -80,7 +80,7 @@ class TestPlan:
         assert seen["device"] == torch.device("cuda") and seen["train"] is True
 
     def test_amp_where_nothing_exact_fits(self, commands: Commands) -> None:
-        words = ("plan", "%blocks", "--size", "64", "--device", "cpu", "--quiet")
+        words = ("plan", "%blocks", "--size", "64", "--device", "cpu", "--quiet", "--no-tiles")
         exact = re.search(r"\((\d+) bytes: ", commands(*words, "--budget", "1KiB").err)
         half = re.search(r"\((\d+) bytes: ", commands(*words, "--budget", "1KiB", "--amp", "bfloat16").err)
         assert exact is not None and half is not None and int(half[1]) < int(exact[1])
@@ -90,7 +90,7 @@ class TestPlan:
 
 class TestFrontier:
     def test_alone(self, commands: Commands) -> None:
-        text = commands("plan", "%blocks", *SMALL, "--frontier", "--json", "out.json")
+        text = commands("plan", "%blocks", *SMALL, "--frontier", "--no-tiles", "--json", "out.json")
         assert text.code == 0 and text.out.splitlines()[1].split() == ["peak", "time", "do"]
         found = data()
         assert found["plan"] is None and found["frontier"]
@@ -99,7 +99,9 @@ class TestFrontier:
 
     @needs("matplotlib")
     def test_with_a_budget_and_a_figure(self, commands: Commands) -> None:
-        text = commands("plan", "%tiny", *SMALL, "--budget", "1GiB", "--plot", "out.png", "--json", "out.json")
+        text = commands(
+            "plan", "%tiny", *SMALL, "--budget", "1GiB", "--plot", "out.png", "--no-tiles", "--json", "out.json"
+        )
         assert text.code == 0 and "budget  1 GiB" in text.out and text.out.endswith("wrote out.png\n")
         assert data()["plan"]["budget"] == 2**30 and data()["frontier"]
         assert Path("out.png").read_bytes().startswith(b"\x89PNG")

@@ -192,9 +192,9 @@ def stack() -> nn.Sequential:
 def test_checkpoints_from_before_stay() -> None:
     model, x = pc.checkpoint_modules(stack(), ["0", "1"]), torch.randn(512, 64)
     before = trace(model, x).peak
-    frontier = pc.plan(model, x, frontier=True)
+    frontier = pc.plan(model, x, frontier=True, tiles=False)
     assert all(one.peak <= 1.01 * before for one in frontier.tried)
-    plan = pc.plan(model, x, budget=frontier.plans[-1].needs)
+    plan = pc.plan(model, x, budget=frontier.plans[-1].needs, tiles=False)
     plan.apply(model)
     assert trace(model, x).peak <= plan.needs
     plan.undo(model)
@@ -216,9 +216,9 @@ def pairs() -> nn.Sequential:
 def test_the_frontiers_plans_are_found_by_their_budgets(make: Callable[[], nn.Module]) -> None:
     x = torch.randn(2, 8, 64, 64) if make is pairs else torch.randn(512, 64)
     model = make()
-    plans = pc.plan(model, x, frontier=True).plans
+    plans = pc.plan(model, x, frontier=True, tiles=False).plans
     for one in (plans[0], plans[-1]):
-        assert pc.plan(model, x, budget=one.needs).peak <= one.peak
+        assert pc.plan(model, x, budget=one.needs, tiles=False).peak <= one.peak
 
 
 def test_plans_do_not_keep_models_alive() -> None:

@@ -15,9 +15,9 @@ from support.seeds import SWEEP_SEED
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native._budget import MARGIN, fits, least_budget
 from patchconv_native.memory import trace
 from patchconv_native.planner import Strategy
-from patchconv_native.planner.margin import MARGIN, fits, least_budget
 
 
 class Residual(nn.Module):
@@ -99,10 +99,10 @@ def test_the_measured_peak_is_within_the_budget(name: str, shape: tuple[int, ...
     stock = trace(model, x).peak
     budget = int(stock * share)
     try:
-        plan = pc.plan(model, x, budget=budget)
+        plan = pc.plan(model, x, budget=budget, tiles=FULL)
     except pc.BudgetError as error:
         assert error.least > budget
-        plan = pc.plan(model, x, budget=error.least)
+        plan = pc.plan(model, x, budget=error.least, tiles=FULL)
         budget = error.least
     assert plan.needs <= budget
     plan.apply(model)
@@ -117,7 +117,7 @@ def test_what_budgets_need() -> None:
     for share in (1.2, 0.9, 0.7, 0.05):
         model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
         try:
-            strategy = pc.plan(model, x, budget=int(trace(model, x).peak * share)).strategy
+            strategy = pc.plan(model, x, budget=int(trace(model, x).peak * share), tiles=False).strategy
             kinds.add((strategy.convert, bool(strategy.checkpoints)))
         except pc.BudgetError:
             kinds.add((None, None))  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_gradients_and_statistics_stay(name: str) -> None:
             module.p = 0.0
     other = copy.deepcopy(model)
     try:
-        plan = pc.plan(other, x, budget=1)
+        plan = pc.plan(other, x, budget=1, tiles=False)
     except pc.BudgetError as error:
         plan = error.plan
     assert plan.strategy.checkpoints or plan.strategy.splits
@@ -155,7 +155,7 @@ def test_apply_and_undo() -> None:
     model, x = pc.convert(seeded("residual"), splits=3), torch.randn(2, 3, 64, 64)
     before, keys = classes(model), list(model.state_dict())
     with pytest.raises(pc.BudgetError) as raised:
-        pc.plan(model, x, budget="1MiB")
+        pc.plan(model, x, budget="1MiB", tiles=False)
     assert classes(model) == before and model[0].splits == 3, "planning changes nothing"
     plan = raised.value.plan
     with pytest.raises(ValueError, match=r"plan\.undo: expected a model that this plan was the last one applied to"):
@@ -186,12 +186,69 @@ def test_smaller_tiles() -> None:
     assert conv.splits == tuple(plan.strategy.splits["0"])  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_tiles_where_nothing_else_fits(train: bool) -> None:
+    """In the least that tiles take, and in more, that is less than what all else takes."""
+    model, x = seeded("plain"), torch.randn(1, 3, 96, 96)
+    model[0][3].p = model[1][3].p = model[3][3].p = model[4][3].p = 0.0
+    stock = copy.deepcopy(model)
+    before, peak = classes(model), trace(copy.deepcopy(model), x, train=train).peak
+    with pytest.raises(pc.BudgetError) as raised:
+        pc.plan(model, x, budget=1, train=train)
+    least = raised.value.least
+    assert least < peak / 2 and raised.value.plan.strategy.tile
+    for budget in (least, (least + peak // 2) // 2)[: 2 if FULL or not train else 1]:
+        plan = pc.plan(model, x, budget=budget, train=train)
+        assert plan.strategy == Strategy(tile=plan.strategy.tile) and plan.needs <= budget
+        assert "tile_modules: the model in tiles" in str(plan) and plan.extra_time > 0
+        plan.apply(model)
+        assert trace(copy.deepcopy(model), x, train=train).peak <= budget
+        with torch.set_grad_enabled(train):
+            outputs = [one(x).square().mean() for one in (model, stock)]
+        torch.testing.assert_close(*outputs)
+        for one, two in zip(model.parameters(), stock.parameters(), strict=True) if train else ():
+            grads = [
+                torch.autograd.grad(value, of, retain_graph=True)[0]
+                for value, of in zip(outputs, (one, two), strict=True)
+            ]
+            torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+        assert classes(plan.undo(model)) == before
+
+
+class Unknown(torch.autograd.Function):
+    """What tiles do not serve."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_what_could_not_be_tried_is_said() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Unknown.apply(self.first(x)))
+
+    x = torch.randn(1, 3, 32, 32)
+    with pytest.raises(pc.BudgetError, match=r"; tiles could not be tried: .*Unknown.* is not served") as raised:
+        pc.plan(Net(), x, budget=1)
+    assert "\nnot tried: tiles: " in str(raised.value.plan)
+    assert "not tried" not in str(pc.plan(Net(), x, budget="1GiB"))
+
+
 def test_precision_only_where_nothing_exact_fits() -> None:
     model, x = seeded("residual"), torch.randn(2, 3, 64, 64)
     with pytest.raises(pc.BudgetError) as raised:
-        pc.plan(model, x, budget=1)
+        pc.plan(model, x, budget=1, tiles=False)
     assert pc.plan(model, x, budget=raised.value.least, amp=torch.bfloat16).strategy.amp is None
-    plan = pc.plan(model, x, budget=int(0.9 * raised.value.least), amp=torch.bfloat16)
+    plan = pc.plan(model, x, budget=int(0.9 * raised.value.least), amp=torch.bfloat16, tiles=False)
     assert plan.strategy.amp == "bfloat16"
     plan.apply(model)
     assert model(x).dtype == torch.bfloat16
@@ -223,7 +280,7 @@ def test_its_words() -> None:
 
 
 def test_frontier(tmp_path: Any) -> None:
-    frontier = pc.plan(seeded("unet"), torch.randn(1, 3, 64, 64), frontier=True)
+    frontier = pc.plan(seeded("unet"), torch.randn(1, 3, 64, 64), frontier=True, tiles=False)
     peaks, times = [p.peak for p in frontier.plans], [p.extra_time for p in frontier.plans]
     assert len(peaks) >= 3 and peaks == sorted(peaks, reverse=True) and times == sorted(times)
     assert min(one.peak for one in frontier.tried) == peaks[-1]
@@ -248,7 +305,7 @@ def test_the_largest_batch(planned: bool) -> None:
         if not planned:
             return fits(trace(model, values, fake=True).peak, 4 * 2**20, MARGIN["cpu"])
         try:
-            return bool(pc.plan(model, values, budget="4MiB"))
+            return bool(pc.plan(model, values, budget="4MiB", tiles=False))
         except pc.BudgetError:
             return False
 
@@ -275,12 +332,12 @@ def test_the_margin(peak: int, margin: float) -> None:
 def test_the_least_budget_of_an_error_is_enough() -> None:
     model, x = seeded("plain"), torch.randn(1, 3, 32, 32)
     with pytest.raises(pc.BudgetError) as raised:
-        pc.plan(model, x, budget=1)
+        pc.plan(model, x, budget=1, tiles=False)
     least = raised.value.least
     assert raised.value.plan.needs == least == least_budget(raised.value.plan.peak, MARGIN["cpu"])
     assert pc.plan(model, x, budget=least).peak == raised.value.plan.peak
     with pytest.raises(pc.BudgetError):
-        pc.plan(model, x, budget=least - 1)
+        pc.plan(model, x, budget=least - 1, tiles=False)
 
 
 def test_mistakes() -> None:

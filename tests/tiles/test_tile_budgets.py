@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
+from patchconv_native._budget import MARGIN, least_budget
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.planner.margin import MARGIN, least_budget
 from patchconv_native.tiles import tiling
 from patchconv_native.tiles.plan import RECORDING
 

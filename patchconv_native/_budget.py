@@ -1,8 +1,9 @@
-"""How far below its budget a predicted peak must stay: the one rule of `plan`, `max_batch` and `max_size`."""
+"""How far below its budget a predicted peak must stay, and the error where none does: of plans and of tiles."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 MARGIN = {"cpu": 0.03, "cuda": 0.10}
 """By device, the share of a predicted peak by which the real one may be higher. That of CUDA has not been measured."""
@@ -24,3 +25,13 @@ def largest_peak(budget: int, margin: float) -> int:
     while peak > 0 and not fits(peak, budget, margin):
         peak -= 1
     return peak
+
+
+class BudgetError(ValueError):
+    """No plan fits the budget. `least` is the smallest budget, in bytes, that one fits; `plan` is that plan: a `Plan`,
+    or a `TilePlan`.
+    """
+
+    def __init__(self, text: str, least: int, plan: Any) -> None:
+        super().__init__(text)
+        self.least, self.plan = least, plan
