@@ -187,9 +187,9 @@ def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least
     for key, child in module.named_children():
         full = f"{name}.{key}" if name else key
         inner = list(child.named_children())
-        if saved.get(full, 0) < least:
-            continue
         runs = type(child).forward is not nn.Module.forward and "forward" not in vars(child)
+        if runs and saved.get(full, 0) < least:
+            continue  # what only holds modules, such as an nn.ModuleList, saves nothing itself
         if runs and inner and (saved[full] <= most or not any(list(c.children()) for _, c in inner)):
             yield full
         elif inner:
@@ -239,7 +239,7 @@ def in_tiles(question: Question, base: Strategy, budget: int | None) -> list[Can
             left = largest_peak(budget, question.margin) - (found.peak - needs)
             if not question.fits(found.peak, budget) and found.strategy.tile == budget:
                 _in_at_least(question, base, max(left, 1))
-    except (NotServed, ValueError) as error:
+    except (NotServed, ValueError, TypeError) as error:
         question.refused["tiles"] = str(error)
     return question.tried[before:]
 

@@ -25,6 +25,7 @@ from ..spatial.parts import precise
 from .bands import AxisTiles
 from .chains import run_chain
 from .graph import Graph
+from .heap import give_back
 from .kinds import Region, calls_between, on_whole, part_of, whole_region
 from .plan import TilePlan
 from .run import Run, from_answers, run_sweep
@@ -148,10 +149,12 @@ class Backward:
         for stretch in reversed(self._plan.stretches):
             for sweep in stretch.again:
                 run_sweep(self._run, sweep, lambda: None)
+                give_back(self._plan)
             for number in reversed(range(stretch.begin, stretch.end)):
                 for v in [v for v in self._run.stored if self._kinds.level[v] >= number and v not in self._kept]:
                     self._run.free(v)  # no sweep up to this one reads it
                 self._sweep(number, results)
+                give_back(self._plan)
                 for place in reversed(calls_between(self._graph, self._kinds, number)):
                     self._between(place)
 

@@ -10,6 +10,7 @@ import torch
 
 from .arrays import Sink, Source
 from .graph import Graph
+from .heap import give_back
 from .journal import Journal
 from .plan import TilePlan
 from .run import Run, move_statistics, run_between, run_sweep, take_up
@@ -50,6 +51,7 @@ def computed(
                 run_between(run, number, plan.last)
             if number in sweeps:
                 run_sweep(run, sweeps[number], advance, journal)
+                give_back(plan)
     move_statistics(run)
     if not plan.sweeps:
         advance()

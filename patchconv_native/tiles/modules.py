@@ -115,7 +115,7 @@ def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int 
     images = tuple((image.device, image.stride()) for image in arguments.images)  # they may be in the host's memory
     known, form = _forms.setdefault(module, {}), (tuple(arguments.dims), images, form_of(graph))
     if (budget, *form) in known:
-        plan, last = known[(budget, *form)]
+        plan, last = known[(budget, *form)] = known.pop((budget, *form))
         turned = in_channels_last(graph) if last else graph
         assert turned is not None, "graphs of the same form can be turned alike"
         return filled(plan, turned)
@@ -137,7 +137,7 @@ def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int 
 
 
 def plans_of(module: nn.Module, budget: int) -> list[TilePlan]:
-    """Those that were made for it with this budget, the last one last, without their graphs."""
+    """Those of calls with this budget, without their graphs, and the last call's last."""
     return [plan for (room, *_), (plan, _) in _forms.get(module, {}).items() if room == budget]
 
 

@@ -124,6 +124,27 @@ def test_what_budgets_need() -> None:
     assert {(True, False), (True, True), (None, None)} <= kinds
 
 
+class Listed(nn.Module):
+    """Blocks in an nn.ModuleList, as most U-Nets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Conv2d(3, 16, 3, padding=1), nn.ModuleList(Residual(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_checkpoints_inside_of_a_module_list() -> None:
+    model, x = Listed(), torch.randn(2, 3, 64, 64)
+    lean = trace(pc.convert(copy.deepcopy(model), functional=True), x, fake=True).peak
+    plan = pc.plan(model, x, budget=int(0.85 * lean), tiles=False)
+    assert plan.strategy.checkpoints and all(name.startswith("blocks.") for name in plan.strategy.checkpoints)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_and_statistics_stay(name: str) -> None:
     model, x = seeded(name).double(), torch.randn(2, 3, 48, 48, dtype=torch.float64)

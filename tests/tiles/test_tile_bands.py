@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pairs import FULL
+from support.pairs import FULL, pairwise
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, Residual, chain, differences, structured
 from torch import Tensor, nn
@@ -206,8 +206,7 @@ class Deep(nn.Module):
         return self.last(torch.cat([self.up(F.relu(self.down(x))), x], 1))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pairwise(training=[False, True], layout=[torch.contiguous_format, torch.channels_last][: 2 if FULL else 1])
 @torch.no_grad()
 def test_wide_images_fit_by_bands(layout: torch.memory_format, training: bool) -> None:
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from patchconv_native.tiles.plan import RECORDING
 ON_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Where oneDNN's workspace is known."""
 
-SEEDS = (2, 7, *((3, *range(SWEEP_SEED, SWEEP_SEED + 40)) if FULL else ()))
+SEEDS = (7, *((2, 3, *range(SWEEP_SEED, SWEEP_SEED + 40)) if FULL else ()))
 KINDS = "conv conv conv mode depthwise point dilated act act batch group instance layer max avg strided up add cat gate"
 
 
@@ -291,7 +291,7 @@ def above(call: Callable[[], Any], given: Tensor) -> tuple[int, Any]:
 
 
 @pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
-@pytest.mark.parametrize("name", [name for name in SMALL if FULL or name != "deeplabv3"])
+@pytest.mark.parametrize("name", [name for name in SMALL if FULL or name not in ("deeplabv3", "convnext")])
 @torch.no_grad()
 def test_a_budget_that_one_call_keeps_is_not_refused(name: str) -> None:
     torch.manual_seed(0)
