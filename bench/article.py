@@ -2,10 +2,10 @@
 
 The article logs the memory of a training step (batch 128, 224x224) on a GPU, and takes a peak to 0.2 of what it was by
 checkpoints in 3 chunks and mixed precision. Here: the same forms, this package's beside them (all together with
-micro-batches and without), and what its planner finds; predicted at the article's size with fake tensors (and measured
-there, where there is a GPU), and measured at a small batch on the CPU, each form in a process of its own, with the
-prediction of the same step beside it. `--log FILE` writes the log of one form, a row for every stay in a module, as
-CSV, and measures nothing.
+micro-batches and without), and what its planner finds without tiles; predicted at the article's size with fake tensors
+(and measured there, where there is a GPU), and measured at a small batch on the CPU, each form in a process of its own,
+with the prediction of the same step beside it. `--log FILE` writes the log of one form, a row for every stay in a
+module, as CSV, and measures nothing.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def searched(blocks: int, batch: int, side: int, device: str) -> dict[str, Any]:
     """The strategies with the least peak: of all that the planner tries, and of those without autocast."""
     x = torch.empty(batch, 3, side, side, device="meta")
     model = network("baseline", blocks)
-    found = pc.plan(model, x, frontier=True, loss=loss, optimizer=sgd, amp=HALF, device=device)
+    found = pc.plan(model, x, frontier=True, loss=loss, optimizer=sgd, amp=HALF, device=device, tiles=False)
     exact = [one for one in found.tried if not one.strategy.amp]
     return {
         kind: min(tried, key=lambda one: one.peak).strategy.to_dict()

@@ -185,7 +185,6 @@ def reasons_for(strategy: Strategy, saved: dict[str, int]) -> list[str]:
     if strategy.offload:
         lines.append("saved tensors wait on the host: nothing else fits")
     if strategy.tile is not None:
-        lines.append(
-            f"tile_modules: the model in tiles, in {format_bytes(strategy.tile)} above what it is given and gives"
-        )
+        room = format_bytes(strategy.tile)
+        lines.append(f"tile_modules: the model in tiles, in {room} above its inputs, its results and all gradients")
     return lines
