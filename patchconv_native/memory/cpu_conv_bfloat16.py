@@ -6,10 +6,8 @@ import math
 
 import torch
 
-from .cpu_conv_calls import BLOCK, BOOKING, PAGE, Conv, up
+from .cpu_conv_calls import BARRIER, BLOCK, BOOKING, Conv, up
 
-BARRIER = 2 * PAGE
-"""Bytes by which threads wait for each other."""
 WHOLE_IMAGE = 48 * 1024
 """Bytes of the rows of operands that meet under a kernel, up to which oneDNN takes each image as a whole."""
 

@@ -15,6 +15,8 @@ PAGE = 4096
 """What oneDNN rounds its scratch memory up to: bytes, and also elements."""
 BOOKING = 128
 """Bytes by which oneDNN aligns each part of its scratch memory."""
+BARRIER = 2 * PAGE
+"""Bytes by which threads wait for each other."""
 
 
 @dataclass

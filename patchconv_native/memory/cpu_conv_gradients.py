@@ -11,7 +11,7 @@ import math
 import torch
 
 from . import cpu_conv_bfloat16 as bfloat16
-from .cpu_conv_calls import BLOCK, BOOKING, PAGE, Conv, blocked, pointers, up
+from .cpu_conv_calls import BARRIER, BLOCK, BOOKING, PAGE, Conv, blocked, pointers, up
 
 HALF = BLOCK // 2
 """Channels in a block of the kernels for narrower vectors, which are tried next."""
@@ -19,8 +19,6 @@ MOST_SCRATCH = 2**30
 """Bytes that oneDNN books where it multiplies matrices, at most."""
 ROWS = 9
 """Threads share an image by rows if each has as many."""
-BARRIER = 2 * PAGE + BOOKING
-"""Bytes by which threads wait for each other, before they add what each has summed up."""
 BY_REDUCER = 3 * PAGE
 """Bytes besides the sums where oneDNN's reducer adds these."""
 
@@ -31,7 +29,7 @@ def of_input(conv: Conv) -> int:
     read, result = math.prod(conv.input), math.prod(conv.output)
     if conv.strided and conv.dilated:
         return _products(conv.turned(), False) * size + BOOKING
-    block, half = _block(conv), size == 2
+    block, half = _block(conv), conv.dtype == torch.bfloat16
     if conv.strided and (conv.groups == 1 or given > HALF or half):
         weights = conv.groups * conv.taps * up(given, 4 // size) * up(made, BLOCK if made <= 2 * BLOCK else 4 * BLOCK)
         there = 0 if conv.last or conv.input[1] == 1 else read
@@ -125,7 +123,7 @@ def _sums(conv: Conv, weights: int, few: bool, bias: bool) -> int:
     """Bytes of the sums of the direct kernels, whose weights have so many elements."""
     given, made = conv.channels
     copies = _shares(conv, few) - 1
-    more = (4 * copies * (weights + conv.groups * up(made, BLOCK)) + BARRIER) * (copies > 0)
+    more = (4 * copies * (weights + conv.groups * up(made, BLOCK)) + BARRIER + BOOKING) * (copies > 0)
     more += _of_bias(conv, BLOCK) * bias
     if _pointwise(conv) and conv.strided:  # for each thread, the places that are read
         more += 4 * torch.get_num_threads() * (given if conv.last else up(given, BLOCK)) * math.prod(conv.output[2:])

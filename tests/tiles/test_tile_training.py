@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, ways
+from patchconv_native.tiles import choices, heap, ways
 
 
 def block(a: int, b: int) -> nn.Sequential:
@@ -91,7 +91,10 @@ def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="workspace known for vectors of bfloat16")
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+    reason="oneDNN's workspace in bfloat16 is known for vectors, not for AMX's tiles",
+)
 @pytest.mark.parametrize("name", NETS if FULL else ["in training"])
 @pytest.mark.parametrize("autocast", [True, False][: 2 if FULL else 1])
 def test_budgets_are_kept_in_bfloat16(name: str, autocast: bool) -> None:
@@ -108,6 +111,22 @@ def test_budgets_are_kept_in_bfloat16(name: str, autocast: bool) -> None:
         peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=least))
     assert peak <= least
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+
+
+def test_freed_memory_is_given_back_in_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each sweep of both passes."""
+    calls: list[int] = []
+    monkeypatch.setattr(heap, "_trim", lambda: calls.append)
+    net, x = NETS["group norms"](), structured((1, 3, 48, 40)).float()
+    plan = pc.tile_plan(net, x, budget="64MiB")
+    y = pc.tile(net, x, budget="64MiB")
+    assert len(calls) == len(plan.sweeps) > 1
+    y.sum().backward()
+    again = sum(len(stretch.again) for stretch in plan.stretches)
+    assert len(calls) == len(plan.sweeps) + again + sum(one.end - one.begin for one in plan.stretches)
+    calls.clear()
+    pc.tile(net, x).sum().backward()
+    assert not calls
 
 
 @pytest.mark.parametrize("name", SMALL if FULL else ["squeezed", "attention", "frozen", "in place"])
