@@ -45,17 +45,14 @@ class _Shapes(Run):
 class _Predicted(Backward):
     """Of each sweep it runs one of the largest tiles; borders: others, at the border of the image."""
 
-    def __init__(self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], borders: bool) -> None:
+    def __init__(
+        self, plan: TilePlan, run: Run, swaps: dict[int, Tensor], grads: dict[int, Tensor], sums: dict[int, Tensor],
+        borders: bool,
+    ) -> None:  # fmt: skip
+        """grads, sums: those of values and those of constants in half precision that are there before."""
         super().__init__(plan, run, swaps)
         self._borders = borders
-        self.grads = {v: torch.empty_like(self._graph.fakes[v]) for v in self._needs if v in self._kinds.dims}
-        for key, one in self._constants.items():
-            if precise(one.dtype) != one.dtype:
-                self._of_constants[key] = torch.empty_like(one, dtype=precise(one.dtype))
-            else:
-                one.grad = torch.empty_like(one)
-        sums = [*self._of_constants.values(), *(one.grad for one in self._constants.values() if one.grad is not None)]
-        self.there = [*self.grads.values(), *sums]
+        self.grads, self._of_constants = grads, sums
 
     def of_sweep(self, sweep: Sweep) -> None:
         self._run_tiles(Tiles(self._plan, sweep))
@@ -98,6 +95,8 @@ class BackwardCosts:
         """Bytes of what is there during the whole pass: whole values, and sums of gradients of parameters."""
         with graph.mode, torch.no_grad():
             self._swaps = {key: _like(graph.mode, one) for key, one in constants.items()}
+            self._grads = {v: torch.empty_like(graph.fakes[v]) for v in graph.needs if v in self.kinds.dims}
+            self._sums = _sums_of_gradients(self._swaps)
             images: dict[int, Any] = {
                 v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs
             }
@@ -145,9 +144,10 @@ class BackwardCosts:
     def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
         graph, peak = self.graph, PeakOf()
         with graph.mode, torch.no_grad():
-            predicted = _Predicted(plan, self._run, self._swaps, borders)
+            predicted = _Predicted(plan, self._run, self._swaps, self._grads, self._sums, borders)
         counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
-        counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, predicted.there])
+        summed = [*self._sums.values(), *(one.grad for one in self._swaps.values())]
+        counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, self._grads, summed])
         with graph.mode, counted, torch.no_grad():
             run(predicted)
         return peak.most
@@ -158,6 +158,17 @@ def _sum_of_gradient(constant: Tensor) -> int:
     that the module has computed.
     """
     return constant.numel() * precise(constant.dtype).itemsize - (constant.nbytes if constant.is_leaf else 0)
+
+
+def _sums_of_gradients(constants: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Those of half precision, by the keys of their constants. The others are those constants' `grad`."""
+    found = {}
+    for key, one in constants.items():
+        if one.requires_grad and precise(one.dtype) != one.dtype:
+            found[key] = torch.empty_like(one, dtype=precise(one.dtype))
+        elif one.requires_grad:
+            one.grad = torch.empty_like(one)
+    return found
 
 
 def _like(mode: Any, constant: Tensor) -> Tensor:
