@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels in a block of oneDNN's layouts."""
@@ -106,13 +109,26 @@ class Conv:
         )  # fmt: skip
 
     def by_onednn(self) -> bool:
-        """Whether torch has oneDNN compute it. Asked with tensors of one element, expanded to the sizes."""
-        one = torch.empty(1, dtype=self.dtype)
+        """Whether torch has oneDNN compute it."""
+        numbers = (self.input, self.weight, self.stride, self.padding, self.dilation, self.output_padding)
+        enabled = torch._C._get_mkldnn_enabled(), torch.get_num_threads()
+        return _by_onednn(*map(tuple, numbers), self.transposed, self.groups, self.dtype, enabled)
+
+
+@functools.lru_cache(4096)
+def _by_onednn(
+    input: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
+    dilation: tuple[int, ...], output_padding: tuple[int, ...], transposed: bool, groups: int, dtype: torch.dtype,
+    settings: Any,
+) -> bool:  # fmt: skip
+    """Asked with tensors of one element, expanded to the sizes. settings: what else torch goes by."""
+    with _disable_current_modes():
+        one = torch.empty(1, dtype=dtype)
         found = torch._C._select_conv_backend(
-            one.expand(tuple(self.input)), one.expand(tuple(self.weight)), None, self.stride, self.padding,
-            self.dilation, self.transposed, self.output_padding, self.groups, None,
+            one.expand(input), one.expand(weight), None, stride, padding, dilation, transposed, output_padding, groups,
+            None,
         )  # fmt: skip
-        return any(part in str(found) for part in ("Mkldnn", "?"))  # of a transposed one it has no name
+    return any(part in str(found) for part in ("Mkldnn", "?"))  # of a transposed one it has no name
 
 
 def up(number: int, block: int) -> int:

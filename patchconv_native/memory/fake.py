@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import recipes
 from .sizes import storage, tensors
 from .workspace import workspace
 
@@ -53,6 +54,10 @@ def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...
     return result.stride()
 
 
+def _device_of(fake: FakeTensor) -> torch.device:
+    return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
+
+
 class FakeMode(FakeTensorMode):
     """Fake tensors in the layouts that the operators give real ones. Autocast keeps no casts of parameters meanwhile:
     they would be fakes, and what runs later under the same autocast would compute nothing.
@@ -60,6 +65,7 @@ class FakeMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False
         self._keeps_casts: list[bool] = []
 
     def __enter__(self) -> FakeMode:
@@ -73,6 +79,20 @@ class FakeMode(FakeTensorMode):
         torch.set_autocast_cache_enabled(self._keeps_casts.pop())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return _device_of(args[0])
+        key = recipes.key_of(func, args, kwargs or {})
+        if key is None:
+            return self._computed(func, types, args, kwargs)
+        try:
+            recipe = recipes.known(key)
+        except KeyError:
+            result = self._computed(func, types, args, kwargs)
+            recipes.learn(key, func, args, result)
+            return result
+        return self._computed(func, types, args, kwargs) if recipe is None else recipes.made(self, recipe, args)
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _BATCH_NORM and not args[5] and args[0].device.type == "cpu":
             with self:  # torch would take it apart, which takes ten times longer
                 made = torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
@@ -121,7 +141,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # of all that is asked here, most is this
-            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
+            return _device_of(args[0])
         kwargs = kwargs or {}
         if func in _UNKNOWN:
             raise NotImplementedError(

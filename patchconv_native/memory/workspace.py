@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _library
+from ..settings import all_settings
 from .cpu_conv_calls import Conv
 from .cpu_convs import forward_bytes, gradients_bytes, of_a_tile
 
@@ -257,15 +259,30 @@ def _planned(
     """The bytes that one pass of a convolution with the arguments `a` is planned with, as `explain` does, and whether
     stock computes it.
     """
-    stride, padding, dilation, more = _entries(a, len(weight) - 2)
-    name, splits = str(dtype).removeprefix("torch."), a["splits"]
-    found = _C.plan(
-        input=list(size), weight=list(weight), stride=stride, padding=padding, output_padding=more, dilation=dilation,
-        groups=a["groups"], transposed=a["transposed"], padding_mode=a["padding_mode"],
-        splits=None if splits is None else list(splits), input_stride=list(strides), weight_stride=[], dtype=name,
-        weight_dtype=name, device=device, pass_=pass_,
+    numbers = (size, strides, weight, *_entries(a, len(weight) - 2))
+    settings = torch.get_num_threads(), *all_settings()
+    splits = None if a["splits"] is None else tuple(a["splits"])
+    return _plan_of(
+        pass_, *map(tuple, numbers), a["groups"], a["transposed"], a["padding_mode"], splits, dtype, device, a["ours"],
+        settings,
     )  # fmt: skip
-    stock = not a["ours"] or found["path"] == "stock"
+
+
+@functools.lru_cache(4096)
+def _plan_of(
+    pass_: str, size: Any, strides: Any, weight: Any, stride: Any, padding: Any, dilation: Any, more: Any, groups: int,
+    transposed: bool, padding_mode: str, splits: Any, dtype: torch.dtype, device: str, ours: bool, settings: Any,
+) -> tuple[int, bool]:  # fmt: skip
+    """settings: what else it goes by."""
+    name = str(dtype).removeprefix("torch.")
+    with _disable_current_modes():
+        found = _C.plan(
+            input=list(size), weight=list(weight), stride=list(stride), padding=list(padding),
+            output_padding=list(more), dilation=list(dilation), groups=groups, transposed=transposed,
+            padding_mode=padding_mode, splits=None if splits is None else list(splits), input_stride=list(strides),
+            weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
+        )  # fmt: skip
+    stock = not ours or found["path"] == "stock"
     return found["stock_workspace_bytes" if stock else "workspace_bytes"], stock
 
 
