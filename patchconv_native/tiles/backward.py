@@ -24,7 +24,7 @@ from ..spatial import Range
 from ..spatial.parts import precise
 from .bands import AxisTiles
 from .chains import run_chain
-from .graph import Graph
+from .graph import Call, Graph
 from .heap import give_back
 from .kinds import Region, calls_between, on_whole, part_of, whole_region
 from .plan import TilePlan
@@ -249,7 +249,7 @@ class Backward:
                     wholes[v] = self._source(found, v, whole_region(self._graph, kinds, v))
                 if call.writes:
                     wholes[call.inputs[0]] = wholes[call.inputs[0]].clone()
-                results = run_whole(call, wholes.__getitem__)
+                results = run_whole(_moving_nothing(call), wholes.__getitem__)
             else:
                 links = Links(wanted=self._is_asked(place))
                 results = from_answers(dataclasses.replace(self._run, whole=wholes), place, links=links)
@@ -313,11 +313,17 @@ def _accumulate(found: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
         found[key] = grad.to(precise(grad.dtype), copy=True)
 
 
-def _swapped(graph: Graph, swaps: dict[int, Tensor]) -> Graph:
-    def swap(values: Any) -> Any:
-        return tree_map_only(Tensor, lambda one: swaps.get(id(one), one), values)
+def _moving_nothing(call: Call) -> Call:
+    """The call, with copies of the running statistics that it has moved in the forward pass."""
+    copies = {id(one): one.clone() for one in call.moved}
+    return _with(call, copies) if copies else call
 
-    calls = [
-        dataclasses.replace(call, args=swap(call.args), kwargs=swap(call.kwargs), in_place=None) for call in graph.calls
-    ]
-    return dataclasses.replace(graph, calls=calls)
+
+def _with(call: Call, swaps: dict[int, Tensor]) -> Call:
+    """The call with other constants, by the ids of its own."""
+    args, kwargs = tree_map_only(Tensor, lambda one: swaps.get(id(one), one), (call.args, call.kwargs))
+    return dataclasses.replace(call, args=args, kwargs=kwargs, in_place=None)
+
+
+def _swapped(graph: Graph, swaps: dict[int, Tensor]) -> Graph:
+    return dataclasses.replace(graph, calls=[_with(call, swaps) for call in graph.calls])
