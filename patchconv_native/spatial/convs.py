@@ -16,7 +16,7 @@ from .layout import empty, joined, layout
 from .operands import parameter
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import Window, check_image, fetching, listed, reading
+from .windows import Window, by_sample, check_image, fetching, listed, reading
 
 _C = _library.load()
 _ops = torch.ops.patchconv
@@ -88,6 +88,7 @@ def _conv(
 
 
 def _conv_rule(dims: int) -> Callable[..., Tensor]:
+    @by_sample(dims)
     def serve(
         input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1, *, padding_mode: str = "zeros", splits: Any = None,
@@ -181,6 +182,7 @@ def _conv_transpose(
 
 
 def _conv_transpose_rule(dims: int) -> Callable[..., Tensor]:
+    @by_sample(dims)
     def serve(
         input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
         output_padding: Any = 0, groups: int = 1, dilation: Any = 1, *, splits: Any = None,
@@ -213,8 +215,10 @@ def _convolution(
     if dims not in (1, 2, 3):
         raise refuse("convolution", f"of {dims} dimensions")
     if transposed:
-        return _conv_transpose(dims, input, weight, bias, stride, padding, output_padding, groups, dilation, None)
-    return _conv(dims, input, weight, bias, stride, padding, dilation, groups, "zeros", None)
+        return _conv_transpose_rule(dims)(
+            input, weight, bias, stride, padding, output_padding, groups, dilation, splits=None
+        )
+    return _conv_rule(dims)(input, weight, bias, stride, padding, dilation, groups, padding_mode="zeros", splits=None)
 
 
 def _functions(name: str) -> list[Any]:

@@ -129,9 +129,10 @@ def _dropout_by_seed(
     x: Any, seed: Tensor, p: float, inplace: bool = False, channels: bool = False, dim: int = 0
 ) -> Tensor:
     if channels:
-        if min(x.axes) < 2:
-            raise refuse("dropout", "of whole channels: it takes (N, C, ...), cut along a spatial dimension")
-        return wrap(_dropped(x._local, p, inplace, lambda y: _drop_channels(y, seed, p)), x.axes)
+        if 1 in x.axes:
+            raise refuse("dropout", "of whole channels: they are cut")
+        samples = {0: x.axes[0]} if 0 in x.axes else {}
+        return wrap(_dropped(x._local, p, inplace, lambda y: _drop_channels(y, seed, p, samples)), x.axes)
     low = x.axes[dim].range[0] if dim in x.axes else 0
     others = {d: axis for d, axis in x.axes.items() if d != dim}
     return wrap(_dropped(x._local, p, inplace, lambda y: _drop_rows(y, dim, low, seed, p, others)), x.axes)
@@ -168,8 +169,10 @@ def _kept(shape: Sequence[int], seed: Tensor, p: float) -> Tensor:
     return torch.ops.patchconv._dropout(ones, seed, p, 1.0, 0.0, 0.0)
 
 
-def _drop_channels(y: Tensor, seed: Tensor, p: float) -> Tensor:
-    return y.mul_(_kept((*y.shape[:2], *[1] * (y.dim() - 2)), seed, p))
+def _drop_channels(y: Tensor, seed: Tensor, p: float, samples: Axes | None = None) -> Tensor:
+    """samples: where the batch is cut; the mask of the whole is made."""
+    count = samples[0].size if samples else y.size(0)
+    return y.mul_(part_of(_kept((count, y.size(1), *[1] * (y.dim() - 2)), seed, p), samples or {}))
 
 
 def _drop_rows(y: Tensor, dim: int, low: int, seed: Tensor, p: float, others: Axes | None = None) -> Tensor:

@@ -19,11 +19,12 @@ from .moments import Moments, moments, normalize
 from .operands import aligned, parameter, wrap
 from .rules import refuse, rule
 from .tensor import SpatialTensor
+from .windows import by_sample
 
 
 def _check(function: str, x: Any) -> None:
-    if not isinstance(x, SpatialTensor) or x.dim() < 3 or any(d < 2 for d in x.axes):
-        raise refuse(function, "it takes (N, C, ...), cut along spatial dimensions")
+    if not isinstance(x, SpatialTensor) or x.dim() < 2 or 1 in x.axes:
+        raise refuse(function, "it takes (N, C, ...), cut along spatial dimensions or the batch")
 
 
 @torch.no_grad()
@@ -110,11 +111,14 @@ def _torch_batch_norm(
 
 
 @rule(F.group_norm)
+@by_sample()
 def group_norm(
     input: Any, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     _check("group_norm", input)
     local = input._local
+    if not input.axes:
+        return SpatialTensor(functional.group_norm(local, num_groups, weight, bias, eps), {})
     if num_groups < 1 or input.size(1) % num_groups:
         raise RuntimeError(
             f"group_norm: expected the number of channels to be divisible by num_groups, got {input.size(1)} and "
@@ -137,6 +141,7 @@ def _torch_group_norm(
 
 
 @rule(F.instance_norm)
+@by_sample()
 def instance_norm(
     input: Any, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
@@ -144,6 +149,11 @@ def instance_norm(
     _check("instance_norm", input)
     if not use_input_stats:
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps).contiguous()
+    if not input.axes:
+        if running_mean is not None or running_var is not None:
+            raise refuse("instance_norm", "the batch is cut, and running statistics are means over it")
+        y = functional.instance_norm(input._local, None, None, weight, bias, True, momentum, eps)
+        return SpatialTensor(y, {})
     dims, executors = tuple(range(2, input.dim())), executors_of(input.axes)
     mean, var, count = moments(input._local, dims, executors, math.prod(input.shape[2:]))
     if count == 1:

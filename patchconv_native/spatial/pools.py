@@ -18,7 +18,7 @@ from .layout import joined
 from .reductions import mean_of
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import Window, check_image, listed, reading, scaled_axis
+from .windows import Window, by_sample, check_image, listed, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -66,6 +66,7 @@ def _max_pool(dims: int) -> Callable[..., Tensor]:
     name = f"max_pool{dims}d"
     pool = getattr(functional, name)
 
+    @by_sample(dims)
     def serve(
         input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
         return_indices: bool = False,
@@ -81,10 +82,15 @@ def _avg_pool(dims: int) -> Callable[..., Tensor]:
     name = f"avg_pool{dims}d"
     pool = getattr(functional, name)
 
+    @by_sample(dims)
     def serve(
         input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
         count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Tensor:  # fmt: skip
+        if isinstance(input, SpatialTensor) and not input.axes:
+            divisor = [] if dims == 1 else [divisor_override]
+            y = pool(input._local, kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+            return SpatialTensor(y, {})
         kernel, strides, windows = _windows(name, dims, kernel_size, stride, padding, 1)
         local, axes, op_padding = _read_for_pool(name, input, windows, ceil_mode, 0.0)
         counts = _counts(input, windows, axes, ceil_mode, count_include_pad)
@@ -218,5 +224,5 @@ for _dims in (1, 2, 3):
     rule(*_functions(f"max_pool{_dims}d"))(_max_pool(_dims))
     rule(*_functions(f"avg_pool{_dims}d"))(_avg_pool(_dims))
     rule(getattr(F, f"lp_pool{_dims}d"))(_lp_pool(_dims))
-    rule(*_functions(f"adaptive_avg_pool{_dims}d"))(functools.partial(adaptive_avg_pool, _dims))
-    rule(getattr(F, f"adaptive_max_pool{_dims}d"))(functools.partial(adaptive_max_pool, _dims))
+    rule(*_functions(f"adaptive_avg_pool{_dims}d"))(by_sample(_dims)(functools.partial(adaptive_avg_pool, _dims)))
+    rule(getattr(F, f"adaptive_max_pool{_dims}d"))(by_sample(_dims)(functools.partial(adaptive_max_pool, _dims)))

@@ -246,7 +246,8 @@ def cross_entropy(
     if not isinstance(input, SpatialTensor) or 1 in input.axes or size_average is not None or reduce is not None:
         raise refuse("cross_entropy", "it takes logits (N, C, H, W) as a SpatialTensor")
     by_class = not target.is_floating_point()
-    axes = {d - 1: axis for d, axis in input.axes.items()} if by_class else dict(input.axes)
+    places = {max(d - 1, 0): axis for d, axis in input.axes.items()}  # of (N, H, W)
+    axes = places if by_class else dict(input.axes)
     if isinstance(target, SpatialTensor):
         target = recut(target, {d: axis.cuts for d, axis in axes.items()})._local
     else:
@@ -255,7 +256,7 @@ def cross_entropy(
     given: dict[str, Any] = {"weight": scale, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if reduction == "none":
         each = F.cross_entropy(input._local, target, reduction="none", **given)
-        return SpatialTensor(each, {d - 1: axis for d, axis in input.axes.items()})
+        return SpatialTensor(each, places)
     executors = executors_of(input.axes)
     total = summed(F.cross_entropy(input._local, target, reduction="sum", **given), executors)
     if reduction == "sum":

@@ -19,7 +19,7 @@ from .parts import precise
 from .pools import adaptive_avg_pool
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import SIZES, Window, check_image, picking, reading, scaled_axis
+from .windows import SIZES, Window, by_sample, check_image, picking, reading, scaled_axis
 
 _nn: Any = torch._C._nn
 
@@ -65,6 +65,7 @@ def _wrapped(read: Range, begin: int, left: int) -> list[Range]:
 
 
 @rule(F.pixel_shuffle, torch.pixel_shuffle)
+@by_sample(2)
 def pixel_shuffle(input: Any, upscale_factor: int) -> Tensor:
     local, _ = check_image("pixel_shuffle", input, 2)
     axes = {d: axis.cut_at(tuple(cut * upscale_factor for cut in axis.cuts)) for d, axis in input.axes.items()}
@@ -72,6 +73,7 @@ def pixel_shuffle(input: Any, upscale_factor: int) -> Tensor:
 
 
 @rule(F.pixel_unshuffle, torch.pixel_unshuffle)
+@by_sample(2)
 def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
     check_image("pixel_unshuffle", input, 2)
     new = {}
@@ -161,13 +163,23 @@ def interpolate(
     dims = input.dim() - 2
     if dims not in _MODES or not isinstance(input, SpatialTensor):
         raise refuse("interpolate", f"it takes {' or '.join(f'(N, C, {sizes})' for sizes in SIZES.values())}")
+    return by_sample(dims)(_interpolate)(
+        input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+    )
+
+
+def _interpolate(
+    input: Any, size: Any, scale_factor: Any, mode: str, align_corners: bool | None, recompute: bool | None,
+    antialias: bool,
+) -> Tensor:  # fmt: skip
+    dims = input.dim() - 2
     local, first = check_image("interpolate", input, dims)
     if antialias or mode not in ("nearest", "nearest-exact", "area", *_MODES[dims]):
         raise refuse("interpolate", f"mode {mode!r}{' with antialias' if antialias else ''} of (N, C, {SIZES[dims]})")
     if not (input.is_floating_point() or mode.startswith("nearest")):
         raise refuse("interpolate", f"mode {mode!r} of {input.dtype}")
     whole = list(input.shape[2:])
-    sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute_scale_factor)
+    sizes, scales = _sizes_and_scales(whole, size, scale_factor, recompute)
     if mode == "area":
         return adaptive_avg_pool(dims, input, sizes)
     if min(sizes) < 1:

@@ -8,19 +8,20 @@ that do not divide and uneven parts need no cases of their own. What an output r
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from .axis import Axis, Fetch, Range, Wanted
+from .axis import Axes, Axis, Fetch, Range, Wanted
 from .layout import in_layout_of
 from .parts import fetch
-from .rules import refuse
+from .rules import Rule, name_of, refuse
 from .tensor import SpatialTensor
 
 _geometry = _library.load().geometry
@@ -152,6 +153,30 @@ def listed(value: Any, dims: int) -> list[int]:
 SIZES = {1: "L", 2: "H, W", 3: "D, H, W"}
 """How messages call the sizes of so many spatial dimensions."""
 _CUT = {1: "L", 2: "H or W", 3: "D, H or W"}
+
+
+def by_sample(dims: int | None = None) -> Callable[[Rule], Rule]:
+    """For a rule of (N, C, ...), with so many spatial dimensions, that treats each sample alone: where the batch is
+    cut, the rule gets this part's samples as if they were all.
+    """
+
+    def served(serve: Rule) -> Rule:
+        @functools.wraps(serve)
+        def of_samples(input: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(input, SpatialTensor) or input.dim() != (dims or input.dim() - 2) + 2:
+                return cast(Tensor, serve(input, *args, **kwargs))
+            axes: Axes = {d: axis for d, axis in input.axes.items() if d == 0}
+            if not axes:
+                return cast(Tensor, serve(input, *args, **kwargs))
+            inside = SpatialTensor(input._local, {d: axis for d, axis in input.axes.items() if d != 0})
+            y = serve(inside, *args, **kwargs)
+            if not isinstance(y, SpatialTensor):
+                raise refuse(name_of(serve), "the batch is cut, and it needs numbers of whole images")
+            return SpatialTensor(y._local, {**axes, **y.axes})
+
+        return of_samples
+
+    return served
 
 
 def check_image(function: str, x: Any, dims: int) -> tuple[Tensor, int]:

@@ -16,14 +16,14 @@ from .record import Recorded
 from .state import change, change_of, containers, contents, objects, same
 
 
-def is_spatial(dim: Any) -> bool:
-    """Whether it is a spatial dimension of images: 2 or more, or counted from the last one, -1 or less."""
-    return isinstance(dim, int) and not isinstance(dim, bool) and (dim >= 2 or dim <= -1)
+def is_served(dim: Any) -> bool:
+    """Whether images may be cut along it: 0, the batch, or a spatial dimension, 2 or more, or -1 or less."""
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim != 1
 
 
 def least_dimensions(dim: int) -> int:
-    """How many dimensions an image must have for `dim` to be one of its spatial dimensions."""
-    return dim + 1 if dim >= 0 else 2 - dim
+    """How many dimensions an image must have for `dim` to be one of its spatial dimensions, or the batch."""
+    return max(3, dim + 1) if dim >= 0 else 2 - dim
 
 
 def check_called(owner: str, module: Any) -> None:
@@ -52,7 +52,7 @@ def _kinds_of(args: tuple[Any, ...]) -> str:
 class Arguments:
     """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut.
 
-    dims: their spatial dimensions, from 2 on, with that one first.
+    dims: their spatial dimensions, from 2 on, with that one first. Of dim=0, the batch, they follow it.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Arguments:
             )
         if most < 3:
             raise ValueError(f"{owner}: expected x to have 3 dimensions or more, such as (N, C, H, W), got {most}")
-        if not is_spatial(dim) or least_dimensions(dim) > most:
+        if not is_served(dim) or least_dimensions(dim) > most:
             raise ValueError(
                 f"{owner}: expected dim to be from 2 to {most - 1} or from {2 - most} to -1, a spatial dimension of x, "
-                f"got {dim!r}"
+                f"or 0, its batch, got {dim!r}"
             )
         self.dims = [dim % most, *(d for d in range(2, most) if d != dim % most)]
         self._leaves = leaves

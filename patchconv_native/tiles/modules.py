@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._budget import BudgetError
 from ..wrap import Model, Which, Wrapped, wrap_modules
-from .arguments import Arguments, is_spatial, least_dimensions
+from .arguments import Arguments, is_served, least_dimensions
 from .choices import fits_a_strip
 from .fold import in_channels_last
 from .forms import emptied, filled, form_of
@@ -173,8 +173,10 @@ def tile_modules(
             raise TypeError(f"{OWNER}: expected budget to be None where which says it, got {budget!r}")
         budgets = {name: budget_of(OWNER, value) for name, value in which.items()}
     shared = budget_of(OWNER, budget)
-    if not is_spatial(dim):
-        raise ValueError(f"{OWNER}: expected dim to be 2 or more, or -1 or less, a spatial dimension, got {dim!r}")
+    if not is_served(dim):
+        raise ValueError(
+            f"{OWNER}: expected dim to be 2 or more, or -1 or less, a spatial dimension, or 0, the batch, got {dim!r}"
+        )
     changed = wrap_modules(
         OWNER, "tile", model, list(budgets) if isinstance(which, Mapping) else which, _Tiled,
         lambda name: _kind(budgets.get(name, shared), dim),

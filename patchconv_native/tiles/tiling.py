@@ -28,12 +28,14 @@ from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
 from .graph import Graph, Ref, refs
 from .journal import Journal
+from .kinds import kinds_of
 from .outside import Outside
 from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
 from .record import record
 from .state import change
 from .stores import Store, Where, check_store
+from .sweeps import bytes_of
 from .transfers import serves
 from .ways import Bands, Strips, least_of
 from .without_data import are_fake, results_of
@@ -230,13 +232,9 @@ def _planned(
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
-        kinds = [Strips, Bands]
-        if graph.needs and room is not None and not tiles:
-            kinds = [Graded]
-        for kind, ahead in itertools.product(kinds, [True, False] if copied else [None]):
-            if kind is Bands and (len(dims) == 1 or tiles):
-                continue
-            way = kind(one, dims, wishes(one, ahead))
+        kinds = _kinds_of_ways(one, dims, images, room is not None and not tiles, bool(tiles))
+        for (kind, along), ahead in itertools.product(kinds, [True, False] if copied else [None]):
+            way = kind(one, along, wishes(one, ahead))
             if one is last and (not way.cuts_results or copied_weights(last) > (room or math.inf)):
                 continue  # whole results are returned as they are
             ways.append(way)
@@ -246,6 +244,32 @@ def _planned(
             if plan is not None:
                 return plan
     return least_of(ways, at_once)
+
+
+def _kinds_of_ways(
+    graph: Graph, dims: Sequence[int], images: Sequence[Any], budget: bool, tiles: bool
+) -> list[tuple[type[Strips], Sequence[int]]]:
+    """Ways to plan, each with the dimensions along which images may be cut: also a batch, where there is a budget and
+    `tile` asks for nothing else.
+    """
+    small: type[Strips] = Graded if graph.needs and budget else Bands
+    first: list[tuple[type[Strips], Sequence[int]]] = [] if small is Graded else [(Strips, dims)]
+    if tiles:
+        return first
+    if 0 in dims or not budget or any(image.shape[0] < 2 for image in images):
+        return [*first, (small, dims)] if len(dims) > 1 or small is Graded else first
+    both = [dims[0], 0, *dims[1:]]
+    if _gathered(graph, both) <= max(_gathered(graph, dims), max(bytes_of(graph, v) for v in graph.inputs) // 4):
+        return [*first, (small, both)]
+    alone: type[Strips] = Graded if small is Graded else Strips
+    return [*first, *([(small, dims)] if len(dims) > 1 or small is Graded else []), (alone, [0])]
+
+
+def _gathered(graph: Graph, dims: Sequence[int]) -> int:
+    """Bytes of the largest value that some call gets whole, where images are cut along these dimensions."""
+    kinds = kinds_of(graph, dims)
+    some = (v for place, call in enumerate(graph.calls) if kinds.gathers[place] for v in call.inputs)
+    return max((bytes_of(graph, v) for v in some if v in kinds.dims), default=0)
 
 
 def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
@@ -265,7 +289,7 @@ def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:
         raise ValueError(
             f"{owner}: expected tile to have a number for each of {len(dims)} spatial dimensions, got {tile!r}"
         )
-    return tuple(sizes[d - 2] for d in dims)
+    return tuple(sizes[sorted(dims).index(d)] for d in dims)
 
 
 def _device_of(module: Any, image: Any) -> torch.device:

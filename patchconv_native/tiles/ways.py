@@ -58,7 +58,7 @@ class Strips:
         """Whether one of these looks at all that this one does, in bands as wide as the image."""
         return any(
             isinstance(way, Bands) and way._graph is self._graph and way._wishes.outside == self._wishes.outside
-            and way.kinds.gathers == self.kinds.gathers for way in ways
+            and way.kinds.dims == self.kinds.dims and way.kinds.gathers == self.kinds.gathers for way in ways
         )  # fmt: skip
 
     def fitting(self) -> TilePlan | None:
@@ -167,17 +167,29 @@ class Bands(Strips):
 
 
 def narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
-    """Bands of half the image and less: the axis is halved along which they are longest. None without axes."""
-    if not axes:
-        return
+    """Bands of half the image and less: the axis is halved along which they are longest. None without axes. A batch
+    comes first: its samples read nothing of each other.
+    """
     sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in axes]
     lengths = list(sizes)
-    while lengths == sizes or max(lengths) > NARROWEST:
-        longest = lengths.index(max(lengths))
+
+    def shares() -> list[Fraction]:
+        return [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
+
+    batch = [place for place, one in enumerate(axes) if one.dims[graph.inputs[0]] == 0]
+    for place in batch:
+        while lengths[place] > 1:
+            lengths[place] = -(-lengths[place] // 2)
+            yield shares()
+    others = [place for place in range(len(axes)) if place not in batch]
+    halved = False
+    while others and (not halved or max(lengths[place] for place in others) > NARROWEST):
+        longest = max(others, key=lambda place: lengths[place])
         half = -(-lengths[longest] // 2)
+        halved = half < lengths[longest]
         lengths[longest] = -(-half // 32) * 32 if half > 64 else half  # of deeper layers, whole columns
-        yield [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
-        if max(sizes) == 1:
+        yield shares()
+        if not halved:
             return
 
 
