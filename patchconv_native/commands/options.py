@@ -64,9 +64,9 @@ def tile(text: str) -> int | tuple[int, ...]:
 
 
 def dimension(text: str) -> int:
-    """A spatial dimension of an image, also counted from the last one."""
-    if text not in ("2", "3", "4", "-1", "-2", "-3"):
-        raise argparse.ArgumentTypeError(f"expected a dimension from 2 to 4 or from -3 to -1, got {text!r}")
+    """A spatial dimension of an image, also counted from the last one, or 0, the batch."""
+    if text not in ("0", "2", "3", "4", "-1", "-2", "-3"):
+        raise argparse.ArgumentTypeError(f"expected a dimension from 2 to 4 or from -3 to -1, or 0, got {text!r}")
     return int(text)
 
 

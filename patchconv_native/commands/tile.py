@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.dimension,
         default=2,
         metavar="D",
-        help="the dimension along which strips go: 3 or -1 for the columns of (N, C, H, W) (default: 2)",
+        help="the dimension along which strips go: 3 or -1 for the columns of (N, C, H, W), 0 its batch (default: 2)",
     )
     parser.add_argument("--store", metavar="FOLDER", help="keep values between sweeps there; cpu: in the host's memory")
     parser.add_argument("--resume", action="store_true", help="go on from where a process was killed (see above)")

@@ -175,8 +175,9 @@ def plan(
     (coarse, fine, nested), convolutions in smaller tiles, and, unless tiles=False, the whole model in tiles
     (`tile_modules`), which takes seconds to plan. Only if none of them fits, and only if allowed, follow autocast to
     `amp` and saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is
-    chosen. Micro-batches are not tried. A predicted peak must stay below the budget by a margin, 3 % of the peak on the
-    CPU and 10 % on CUDA, and of what tiles take by theirs; the margin of CUDA has not been measured.
+    chosen. `microbatch` is not tried: tiles cut the batch too. A predicted peak must stay below the budget by a margin,
+    3 % of the peak on the CPU and 10 % on CUDA, and of what tiles take by theirs; the margin of CUDA has not been
+    measured.
 
     frontier=True: returns a `Frontier` of the best plans for all budgets. train=False: a forward pass without
     gradients. progress: called with the name of each strategy before it is tried. Raises BudgetError (a ValueError) if

@@ -78,7 +78,8 @@ def tile(
     into it strip by strip, and `out` is returned.
     progress: True for a line on stderr, or a function that is called with how much of how much is done.
     dim: along which dimension of the images strips are cut: 2 for the rows of (N, C, H, W), 3 or -1 for its columns. Of
-    a video, (N, C, T, H, W), 2 is the time, and -2 the rows.
+    a video, (N, C, T, H, W), 2 is the time, and -2 the rows. 0: the batch, some samples at a time; `tile` then counts
+    samples, rows and columns. To keep a budget, a batch is cut whatever `dim` is.
 
     Gradients: the call is one autograd node. The budget is then that of both passes, above the gradients of the images
     and of the parameters too. With `out` they are not served. Raises NotServed, a NotImplementedError, naming the

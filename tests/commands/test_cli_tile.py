@@ -355,7 +355,7 @@ def said(text: CommandText) -> str:
     (("nets.py:convs", "in.npy", "out.npy", "--weights", "in.npy"), "--weights in.npy: "),
     (("nets.py:convs", "in.npy", "out.npy", "--dim", "1"), "--dim: expected a dimension from 2 to 4 or from -3 to -1"),
     (("nets.py:convs", "in.npy", "out.npy", "--dim", "4"), "expected dim to be from 2 to 3 or from -2 to -1"),
-    (("nets.py:convs", "in.npy", "out.npy", "--dim", "-3"), "dimension of x, got -3"),
+    (("nets.py:convs", "in.npy", "out.npy", "--dim", "-3"), "dimension of x, or 0, its batch, got -3"),
     (("nets.py:convs", "in.npy", "out.npy", "--budget", "1 gig"), "--budget: expected a number of bytes such as 6GiB"),
     (("nets.py:two", "in.npy", "out.npy"), "one tensor, got one that returns tuple"),
     (("nets.py:wide", "in.npy", "out.npy"), "numpy has no bfloat16"),
