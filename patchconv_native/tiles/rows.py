@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -10,6 +11,9 @@ from .._library import load
 from ..spatial.layout import empty, joined, order
 
 _strips = load().strips
+
+Take = Callable[[Tensor], Tensor]
+"""Gives a view of a part of some rows."""
 
 
 def alone(rows: Tensor) -> Tensor:
@@ -53,13 +57,14 @@ class Rows:
         self._pieces.append((self.end, rows))
         self.end += rows.size(self._dim)
 
-    def read(self, low: int, high: int) -> Tensor:
-        """These rows: a view where one piece holds them."""
+    def read(self, low: int, high: int, take: Take | None = None) -> Tensor:
+        """These rows: a view where one piece holds them. take: what is taken of them."""
         parts = []
         for begin, piece in self._pieces:
             a, b = max(low - begin, 0), min(high - begin, piece.size(self._dim))
             if a < b:
-                parts.append(piece if b - a == piece.size(self._dim) else piece.narrow(self._dim, a, b - a))
+                rows = piece if b - a == piece.size(self._dim) else piece.narrow(self._dim, a, b - a)
+                parts.append(rows if take is None else take(rows))
         if sum(part.size(self._dim) for part in parts) != high - low:
             raise RuntimeError(f"tile: rows {low} to {high} are read, and not all of them are there")
         return parts[0] if len(parts) == 1 else joined(parts, self._dim)

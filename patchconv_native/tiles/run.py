@@ -30,7 +30,7 @@ from .kinds import (
     whole_region,
 )  # fmt: skip
 from .outside import Outside, largest_read, largest_write
-from .rows import Rows
+from .rows import Rows, Take
 from .stores import Kept, Store
 from .strips import Asked, Links, NeedsWhole, local_of, part_cuts, run_part, run_whole
 from .sweeps import Step, Sweep
@@ -85,28 +85,38 @@ class Run:
         if v in self.inputs:
             rows = self.inputs[v].read(self.where(v, region))
             return rows if self.inputs[v].strides == fake.stride() else in_layout_of(fake, rows)
-        low, high = region[0]
         if len(self.own[v]) == 1:
-            return part_of(self.kinds, v, self.stored[v][0].read(low, high), region, (region[0], *self.own[v][0]))
+            return self.stored[v][0].read(*region[0], self._take(v, region[1:], self.own[v][0]))
         made = self.empty(v, region)
-        self._join(v, region, made, lambda kept: kept.read(low, high))
+        self._join(v, region, made, lambda kept, take: kept.read(*region[0], take))
         return made
+
+    def _take(self, v: int, across: Region, own: Region) -> Take | None:
+        """What takes this part along the other dimensions of rows that are `own` there."""
+        if across == own:
+            return None
+
+        def take(rows: Tensor) -> Tensor:
+            for one, (low, high), (begin, _) in zip(self.kinds.others, across, own, strict=True):
+                rows = rows.narrow(one.dims[v], low - begin, high - low)
+            return rows
+
+        return take
 
     def fill(self, v: int, region: Region, made: Tensor) -> None:
         """Reads into memory of the host's what is in the host's memory or in files."""
         if v in self.inputs:
             self.inputs[v].fill(self.where(v, region), made)
         else:
-            self._join(v, region, made, lambda kept: kept.host(*region[0]))
+            self._join(v, region, made, lambda kept, take: kept.host(*region[0], take))
 
-    def _join(self, v: int, region: Region, made: Tensor, read: Callable[[Any], Tensor]) -> None:
+    def _join(self, v: int, region: Region, made: Tensor, read: Callable[[Any, Take | None], Tensor]) -> None:
         """Of the parts of a stored value that the bands have, read from each."""
         for own, kept in zip(self.own[v], self.stored[v], strict=True):
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region[1:], own, strict=True))
             if all(a < b for a, b in common):
-                here = region[0], *common
-                there = part_of(self.kinds, v, read(kept), here, (region[0], *own))
-                part_of(self.kinds, v, made, here, region).copy_(there)
+                there = read(kept, self._take(v, common, own))
+                part_of(self.kinds, v, made, (region[0], *common), region).copy_(there)
 
     def add(self, v: int, band: int, rows: Tensor) -> None:
         """The rows that follow, of a value that is stored."""

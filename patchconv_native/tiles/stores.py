@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .rows import Rows
+from ..spatial.layout import empty, order
+from .rows import Rows, Take
 
 Where = str | os.PathLike[str]
 
@@ -28,7 +29,9 @@ class Kept(Protocol):
 
     def add(self, rows: Tensor) -> None: ...
 
-    def read(self, low: int, high: int) -> Tensor: ...
+    def read(self, low: int, high: int, take: Take | None = None) -> Tensor:
+        """These rows, or what `take` takes of them."""
+        ...
 
     def drop(self, below: int) -> None: ...
 
@@ -46,16 +49,16 @@ class HostRows(Rows):
     def add(self, rows: Tensor) -> None:
         super().add(rows.cpu())
 
-    def read(self, low: int, high: int) -> Tensor:
-        return self.host(low, high).to(self._device)
+    def read(self, low: int, high: int, take: Take | None = None) -> Tensor:
+        return self.host(low, high, take).to(self._device)
 
     def put(self, begin: int, rows: Tensor) -> None:
         """The rows from `begin` on, which are in the host's memory, to be used again. `end` tells of them already."""
         self._pieces.append((begin, rows.clone()))
 
-    def host(self, low: int, high: int) -> Tensor:
+    def host(self, low: int, high: int, take: Take | None = None) -> Tensor:
         """These rows, in the host's memory."""
-        return super().read(low, high)
+        return super().read(low, high, take)
 
 
 class FileRows:
@@ -95,15 +98,23 @@ class FileRows:
             part = rows.narrow(self._dim, first, length).permute(self._order).contiguous().cpu()
             self._move(os.pwritev, part, begin + first)
 
-    def read(self, low: int, high: int) -> Tensor:
+    def read(self, low: int, high: int, take: Take | None = None) -> Tensor:
         """A copy of these rows."""
-        return self._read(low, high, self._device)
+        return self._read(low, high, self._device, take)
 
-    def host(self, low: int, high: int) -> Tensor:
+    def host(self, low: int, high: int, take: Take | None = None) -> Tensor:
         """These rows, in the host's memory."""
-        return self._read(low, high, torch.device("cpu"))
+        return self._read(low, high, torch.device("cpu"), take)
 
-    def _read(self, low: int, high: int, device: torch.device) -> Tensor:
+    def _read(self, low: int, high: int, device: torch.device, take: Take | None = None) -> Tensor:
+        if take is not None:  # row by row: no more of a whole row is there than one
+            first = take(self._read(low, low + 1, device))
+            some = empty(first, self._dim, high - low, order(first))
+            for row in range(low, high):
+                one = first if row == low else take(self._read(row, row + 1, device))
+                some.narrow(self._dim, row - low, 1).copy_(one)
+                del one
+            return some
         if high > self.end:
             raise RuntimeError(f"tile: rows {low} to {high} are read, and not all of them are there")
         made = self._empty(high - low, self._dense, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import patchconv_native as pc
 from bench.whole_models import UNet
 from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.tiles.modules import plans_of
+from patchconv_native.tiles.stores import Store
 
 BATCH = 3
 UNSERVED = {"instance norm, 1-d", "instance norm, 2-d", "instance norm, 3-d"}
@@ -117,22 +119,36 @@ def test_a_batch_is_cut_to_keep_a_budget(shape: tuple[int, ...]) -> None:
         pc.tile_plan(net, x, budget=1)
     least = refused.value.least
     assert 0 in [next(iter(axis.dims.values())) for axis in refused.value.plan.kinds.axes]
-    found: list[Tensor] = []
-
-    def step() -> None:
-        found.append(pc.tile(net, x, budget=least))
-        found[0].sum().backward()
-
-    kept = [*net.parameters(), x]
-    peak = allocated_peak(step) - found[0].nbytes - sum(one.grad.nbytes for one in kept if one.grad is not None)
-    assert peak <= least
     y = x.detach().clone().requires_grad_()
     want = stock(y)
     want.sum().backward()
-    torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
-    assert_alike([p.grad for p in kept], [p.grad for p in (*stock.parameters(), y)], within=1e-3)
-    for a, b in zip(net.buffers(), stock.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
+    for budget in (least, 2 * least):  # of the larger one, stored values are read sample by sample
+        model, x = copy.deepcopy(net), x.detach().requires_grad_()
+        found: list[Tensor] = []
+
+        def step(budget: int = budget, model: nn.Module = model, x: Tensor = x, found: list[Tensor] = found) -> None:
+            found.append(pc.tile(model, x, budget=budget))
+            found[0].sum().backward()
+
+        peak, kept = allocated_peak(step), [*model.parameters(), x]
+        assert peak - found[0].nbytes - sum(one.grad.nbytes for one in kept if one.grad is not None) <= budget
+        torch.testing.assert_close(found[0], want, rtol=1e-4, atol=1e-5)
+        assert_alike([p.grad for p in kept], [p.grad for p in (*stock.parameters(), y)], within=1e-3)
+        for a, b in zip(model.buffers(), stock.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("where", ["device", "cpu", "files"])
+def test_samples_of_stored_values_are_read_alone(where: str, tmp_path: Path) -> None:
+    """Not with what lies beside them."""
+    x, found = torch.randn(8, 64, 24, 5), []
+    with Store(str(tmp_path) if where == "files" else where) as store:
+        rows = store.rows("x", 2, x, x.device)
+        for low in range(0, 24, 3):
+            rows.add(x[:, :, low : low + 3].clone())
+        peak = allocated_peak(lambda: found.append(rows.read(1, 23, lambda one: one[1:2])))
+    assert torch.equal(found[0], x[1:2, :, 1:23])
+    assert peak < x.nbytes / 3
 
 
 @torch.no_grad()
