@@ -38,7 +38,8 @@ def key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | No
     """What the sizes of the results follow from; None where that is not all in the sizes of the arguments."""
     fit = _fit.get(func)
     if fit is None:
-        fit = _fit[func] = func.namespace in _LIBRARIES and _UNFIT.isdisjoint(func.tags)
+        fit = func.namespace in _LIBRARIES and _UNFIT.isdisjoint(func.tags)
+        fit = _fit[func] = fit and not any(one.is_out for one in func._schema.arguments)
     if not fit:
         return None
     found: list[Any] = [

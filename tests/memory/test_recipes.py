@@ -97,3 +97,12 @@ def test_no_more_are_kept_than_said(monkeypatch):
     monkeypatch.setattr(recipes, "MOST", 8)
     pc.memory.trace(UNet(), torch.randn(1, 3, 32, 32), fake=True)
     assert len(recipes._known) <= 8
+
+
+def test_a_result_that_is_given_is_that_one():
+    with FakeMode():
+        x, out = torch.empty(4, 4), torch.empty(4, 4)
+        for _ in range(2):
+            made = torch.ops.aten.clamp_min.out(x, 0, out=out)
+            assert made.untyped_storage()._cdata == out.untyped_storage()._cdata
+            assert torch.ops.aten.relu_.default(x) is x
