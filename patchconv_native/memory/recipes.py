@@ -1,4 +1,4 @@
-"""Remembers of which sizes and strides the results of operators on fake tensors are.
+"""Remembers which sizes and strides the results of operators on fake tensors have.
 
 A plan or a trace calls the same operators with the same sizes thousands of times. torch's fake tensors have a cache of
 their own, which asks much more of each argument than plain dense tensors need, and none for operators of extensions.
@@ -23,8 +23,9 @@ _UNFIT = {
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout}
 
 Recipe = Any
-"""Of a result: the number of the argument that it is; or its metadata, with the number of the argument of which it is a
-view, or -1. Of several results, a list of these. None: nothing can be remembered.
+"""Of a result that is an argument, that one's number; of another, its metadata and the number of the argument of which
+it is a view, or -1; "nothing" where an operator returns none. Of several results, their kind and a list of these. None:
+nothing can be remembered.
 """
 _known: dict[Any, Recipe] = {}
 _fit: dict[Any, bool] = {}

@@ -164,8 +164,8 @@ def tile_modules(
     forward reads from elsewhere, such as a global variable, must not change: tile_modules again after a change of it.
 
     Forwards raise what `tile` raises. ValueError for names that the model does not have, budgets that are no number of
-    bytes and a dim that is not spatial; TypeError for modules that are scripted or lazy, without a forward, or with a
-    forward of the instance. Nothing has been changed then.
+    bytes and a dim along which images cannot be cut; TypeError for modules that are scripted or lazy, without a
+    forward, or with a forward of the instance. Nothing has been changed then.
     """
     budgets: dict[str, int | None] = {}
     if isinstance(which, Mapping):

@@ -257,13 +257,13 @@ def _kinds_of_ways(
     first: list[tuple[type[Strips], Sequence[int]]] = [] if small is Graded else [(Strips, dims)]
     if tiles:
         return first
+    of_images = [(small, dims)] if len(dims) > 1 or small is Graded else []
     if 0 in dims or not budget or any(image.shape[0] < 2 for image in images):
-        return [*first, (small, dims)] if len(dims) > 1 or small is Graded else first
+        return [*first, *of_images]
     both = [dims[0], 0, *dims[1:]]
     if _gathered(graph, both) <= max(_gathered(graph, dims), max(bytes_of(graph, v) for v in graph.inputs) // 4):
         return [*first, (small, both)]
-    alone: type[Strips] = Graded if small is Graded else Strips
-    return [*first, *([(small, dims)] if len(dims) > 1 or small is Graded else []), (alone, [0])]
+    return [*first, *of_images, (Graded if small is Graded else Strips, [0])]
 
 
 def _gathered(graph: Graph, dims: Sequence[int]) -> int:
