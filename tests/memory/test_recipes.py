@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torchvision
+from support.modules import of_torchvision
 from support.pairs import FULL
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -54,9 +54,9 @@ def asked_again(monkeypatch):
 
 
 MODELS = {
-    "resnet18": lambda: torchvision.models.resnet18(weights=None), "unet": lambda: UNet(),
-    "mobilenet": lambda: torchvision.models.mobilenet_v3_small(weights=None),
-    "swin": lambda: torchvision.models.swin_t(weights=None),
+    "resnet18": lambda: of_torchvision("resnet18"), "unet": lambda: UNet(),
+    "mobilenet": lambda: of_torchvision("mobilenet_v3_small"),
+    "swin": lambda: of_torchvision("swin_t"),
 }  # fmt: skip
 
 

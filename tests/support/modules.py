@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import nn
 
 
@@ -19,3 +20,9 @@ class Made(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(self, *args, **kwargs)
+
+
+def of_torchvision(name: str, part: str = "", **options: Any) -> Any:
+    """A model of torchvision with random weights; the test is skipped where torchvision is not installed."""
+    models = pytest.importorskip("torchvision").models
+    return getattr(getattr(models, part) if part else models, name)(weights=None, **options)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.modules import of_torchvision
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, Residual, chain, differences, structured
@@ -75,12 +76,8 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def torchvision_model(name: str) -> Any:
-    return getattr(pytest.importorskip("torchvision").models, name)()
-
-
 def resnet_features() -> nn.Module:
-    net = torchvision_model("resnet18")
+    net = of_torchvision("resnet18")
     return nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2)
 
 
@@ -95,10 +92,10 @@ def decoder() -> nn.Module:
 # Name: the model, an image, and a budget that is well under what stock takes.
 MODELS = {
     "resnet18 features": (resnet_features, (1, 3, 515, 259), "3MiB"),
-    "resnet18": (lambda: torchvision_model("resnet18"), (2, 3, 383, 257), "15MiB"),
+    "resnet18": (lambda: of_torchvision("resnet18"), (2, 3, 383, 257), "15MiB"),
     "U-Net": (UNet, (3, 3, 261, 130), "3MiB"),
     "U-Net, instance norm": (lambda: UNet(nn.InstanceNorm2d), (1, 3, 260, 131), "3MiB"),
-    "MobileNetV2": (lambda: torchvision_model("mobilenet_v2").features, (1, 3, 331, 257), "4MiB"),
+    "MobileNetV2": (lambda: of_torchvision("mobilenet_v2").features, (1, 3, 331, 257), "4MiB"),
     "gates": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Gate(8), Residual(nn.Conv2d(8, 8, 3, padding=1)), Gate(8)),
         (1, 3, 401, 123),

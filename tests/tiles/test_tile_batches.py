@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
+from support.modules import of_torchvision
 from support.pairs import FULL
 from support.rule_cases import CALLS, GLOBAL, SHAPES, Apply
 from support.spatial_chains import structured
@@ -97,9 +97,9 @@ def test_a_classifier_to_its_loss(tile: int) -> None:
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "resnet18": lambda: torchvision.models.resnet18(weights=None), "unet": lambda: UNet((4, 8, 16)),
-    "swin": lambda: torchvision.models.swin_t(weights=None).eval(),
-    "mobilenet": lambda: torchvision.models.mobilenet_v3_small(weights=None).eval(),
+    "resnet18": lambda: of_torchvision("resnet18"), "unet": lambda: UNet((4, 8, 16)),
+    "swin": lambda: of_torchvision("swin_t").eval(),
+    "mobilenet": lambda: of_torchvision("mobilenet_v3_small").eval(),
     "converted": lambda: pc.convert(UNet((4, 8, 16)), functional=True),
 }  # fmt: skip
 

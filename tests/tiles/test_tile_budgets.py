@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.modules import of_torchvision
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, structured
@@ -256,11 +257,6 @@ class InPlace(nn.Module):
 class Overwrites(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2).add_(x.amax((2, 3), keepdim=True))
-
-
-def of_torchvision(name: str, part: str = "", **options: Any) -> Any:
-    models = pytest.importorskip("torchvision").models
-    return getattr(getattr(models, part) if part else models, name)(weights=None, **options)
 
 
 def decoder() -> nn.Module:
