@@ -230,6 +230,7 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
         "torch": torch.__version__,
         "onednn": onednn[1] if onednn else None,
+        "onednn_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
         "patchconv_native": pc.__version__,
         "patch_conv": installed("patch_conv"),
         "python": platform.python_version(),

@@ -21,6 +21,7 @@ TITLES = {
     "all": "all: converted, micro-batches, checkpoints, mixed",
     "planned, exact": "`pc.plan`, least peak in float32",
     "planned": "`pc.plan`, least peak",
+    "planned, in a budget": "mixed, `pc.plan` for 0.2 of the baseline",
 }
 # Runs over each other: no more than the figure has colours.
 DRAWN = {
@@ -86,8 +87,9 @@ def _predicted(data: dict[str, Any]) -> str:
     )
     text += f"Met by: {', '.join(met)}. " if met else f"No form meets it; the least is {least['ratio']:.3f}. "
     text += (
-        f"The planner's least peak: {data['strategies']['any']}; in float32: {data['strategies']['exact']}. Alive at "
-        f"the peak of all together: {held}.\n\n"
+        f"The planner's least peak without tiles: {data['strategies']['any']}; in float32: "
+        f"{data['strategies']['exact']}; for {data['article']} of the baseline, in mixed precision: "
+        f"{data['strategies']['budget']}. Alive at the peak of all together: {held}.\n\n"
         "All together takes micro-batches (`pc.microbatch`: batch norm over the whole batch, activations of a chunk) "
         f"for the stem (convolution, norm, ReLU and pool as one stage) and for blocks: {chunks} chunks, or one a "
         f"sample where there are fewer; what follows the stem is {data['segments']} segments, all but the last "
@@ -110,8 +112,9 @@ def _measured(data: dict[str, Any], rows: Rows, device: str) -> str:
         f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%}. "
         '"Step alone" is the peak above what was there before it; beside it what the '
         f"{'allocator' if device == 'cuda' else 'kernel'} says of the process, in a step that nobody watches. Times "
-        f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner's least peak at this batch: "
-        f"{data['strategies'][f'any, {device}']}; in float32: {data['strategies'][f'exact, {device}']}."
+        f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner, at this batch: the least without "
+        f"tiles {data['strategies'][f'any, {device}']}; in float32 {data['strategies'][f'exact, {device}']}; for "
+        f"{data['article']} of the baseline, in mixed precision, {data['strategies'][f'budget, {device}']}."
     )
     every = next(row for row in rows if row["form"] == "all")["time"]
     without = next(row for row in rows if row["form"] == "all but micro-batches")["time"]

@@ -49,9 +49,10 @@ class Section:
 
 def machine(info: dict[str, Any]) -> str:
     """One line that names the hardware and the software."""
+    limited = f" (ONEDNN_MAX_CPU_ISA={info['onednn_isa']})" if info.get("onednn_isa") else ""
     parts = [
         f"{info['cpu']}, {info['cores']} cores ({info['threads']} threads, {info['isa']}), {info['memory_gib']} GiB",
-        f"torch {info['torch']}, oneDNN {info['onednn']}, patchconv_native {info['patchconv_native']}, "
+        f"torch {info['torch']}, oneDNN {info['onednn']}{limited}, patchconv_native {info['patchconv_native']}, "
         f"patch_conv {info['patch_conv'] or 'not installed'}",
     ]
     if "gpu" in info:

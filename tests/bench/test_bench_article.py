@@ -28,7 +28,9 @@ def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     for row in data["rows"]:
         assert row["peak"] > row["static"] > 0 and row["at"]["phase"] in PHASES
     for row in data["measured"]:
-        assert row["of_prediction"] == pytest.approx(1, abs=0.05) and row["ms"]["least"] > 0 and row["rounds"] >= 3
+        # Tiles are given what their plan keeps free, too.
+        above = 0.4 if row["form"] == "planned, in a budget" else 0.05
+        assert 0.95 < row["of_prediction"] < 1 + above and row["ms"]["least"] > 0 and row["rounds"] >= 3
         assert 0 < row["above"] < row["peak"] and row["resident"] > 0
     # Nothing meets the target at this size; a form that does is said to.
     assert data["text"].count("| NOT MET |") == len(data["rows"]) and "No form meets it" in data["text"]
@@ -85,18 +87,21 @@ def test_micro_batches_are_the_resnet_too() -> None:
 
 def test_of_what_is_tried_the_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = [
-        SimpleNamespace(strategy=Strategy(), peak=9),
-        SimpleNamespace(strategy=Strategy(convert=True), peak=6),
-        SimpleNamespace(strategy=Strategy(convert=True, amp="bfloat16"), peak=5),
-        SimpleNamespace(strategy=Strategy(amp="bfloat16"), peak=7),
+        SimpleNamespace(strategy=Strategy(), peak=90),
+        SimpleNamespace(strategy=Strategy(convert=True), peak=60),
+        SimpleNamespace(strategy=Strategy(convert=True, amp="bfloat16"), peak=50),
+        SimpleNamespace(strategy=Strategy(amp="bfloat16"), peak=70),
     ]
     asked: dict[str, Any] = {}
 
     def plan(*arguments: Any, **options: Any) -> Any:
-        asked.update(options)
-        return SimpleNamespace(tried=tried)
+        if options.get("frontier"):
+            asked.update(options)
+            return SimpleNamespace(tried=tried)
+        assert torch.is_autocast_enabled("cpu") and options["budget"] == int(article.ARTICLE * 90)
+        return SimpleNamespace(strategy=Strategy(tile=7))
 
     monkeypatch.setattr(pc, "plan", plan)
     found = {kind: Strategy(**how) for kind, how in article.searched(1, 2, 32, "cpu").items()}
-    assert found == {"any": tried[2].strategy, "exact": tried[1].strategy}
-    assert asked["frontier"] and asked["amp"] == torch.bfloat16
+    assert found == {"budget": Strategy(tile=7), "any": tried[2].strategy, "exact": tried[1].strategy}
+    assert asked["amp"] == torch.bfloat16 and not asked["tiles"]
