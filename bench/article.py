@@ -45,7 +45,7 @@ SEGMENTS = 5
 POINTS = 240  # of a curve that is kept for the figure
 HALF = torch.bfloat16
 # In place of the planner's search, which takes long at any size.
-TRIAL = {
+TRIAL: dict[str, Any] = {
     "any": {"convert": True, "amp": "bfloat16"}, "exact": {"convert": True, "checkpoints": ["layers.layer1_0"]},
     "budget": {"tile": 128 * MIB},
 }  # fmt: skip
