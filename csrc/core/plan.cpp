@@ -33,25 +33,46 @@ int64_t tile_bytes(const PlanRequest& request, const std::vector<int64_t>& piece
   return big * request.cost.big_bytes + small * request.cost.small_bytes;
 }
 
+// How often so many pieces of a dimension read a coordinate of the other grid, on average.
+double times_read(const ConvDim& dim, CutGrid grid, int64_t pieces) {
+  const Range extent = cut_extent(dim, grid);
+  auto touched = [&](Range range) {
+    return grid == CutGrid::kSmall ? intersect(dim.big_range(range), {0, dim.big}).size()
+                                   : dim.small_range(range).size();
+  };
+  int64_t sum = 0;
+  for (int64_t i = 0; i < pieces; ++i) {
+    const Range piece = piece_of(extent.size(), pieces, i);
+    sum += touched({extent.begin + piece.begin, extent.begin + piece.end});
+  }
+  const int64_t whole = touched(extent);
+  return whole > 0 ? static_cast<double>(sum) / static_cast<double>(whole) : 1;
+}
+
 double halo_percent(const PlanRequest& request, const std::vector<int64_t>& pieces) {
   double ratio = 1;
   for (size_t d = 0; d < pieces.size(); ++d) {
-    const ConvDim& dim = request.dims[d];
-    const Range extent = cut_extent(dim, request.grid);
-    auto touched = [&](Range range) {
-      return request.grid == CutGrid::kSmall ? intersect(dim.big_range(range), {0, dim.big}).size()
-                                             : dim.small_range(range).size();
-    };
-    int64_t sum = 0;
-    for (int64_t i = 0; i < pieces[d]; ++i) {
-      const Range piece = piece_of(extent.size(), pieces[d], i);
-      sum += touched({extent.begin + piece.begin, extent.begin + piece.end});
-    }
-    const int64_t whole = touched(extent);
-    if (whole > 0) ratio *= static_cast<double>(sum) / static_cast<double>(whole);
+    ratio *= times_read(request.dims[d], request.grid, pieces[d]);
   }
   // With a stride beyond the kernel, pieces skip coordinates and read less than the whole range.
   return std::max(0.0, (ratio - 1) * 100);
+}
+
+// The most pieces that read no coordinate more often than the kernel has taps. Less than one a coordinate
+// only where a kernel has holes: small tiles would read what no tap of theirs uses.
+int64_t most_pieces(const ConvDim& dim, CutGrid grid) {
+  int64_t low = 1;
+  int64_t high = cut_extent(dim, grid).size();
+  if (dim.dilation == 1) return high;
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    if (times_read(dim, grid, middle) <= static_cast<double>(dim.kernel)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
 }
 
 // Cuts the dimensions in order into the fewest pieces whose tiles take at most `target` bytes. False if none
@@ -60,7 +81,7 @@ bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_
   for (size_t d = 0; d < pieces->size(); ++d) {
     if (tile_bytes(request, *pieces) <= target) return true;
     int64_t low = (*pieces)[d];
-    int64_t high = cut_extent(request.dims[d], request.grid).size();
+    int64_t high = std::max(low, most_pieces(request.dims[d], request.grid));
     while (low < high) {  // tile_bytes falls as the number of pieces grows
       (*pieces)[d] = low + (high - low) / 2;
       if (tile_bytes(request, *pieces) <= target) {
@@ -180,6 +201,16 @@ TilePlan make_plan(const PlanRequest& request) {
       plan.reason = request.whole_bytes <= request.limit ? PlanReason::kFaster : PlanReason::kTooLarge;
     }
     cut_automatically(request, &plan);
+    const int64_t needs = plan.batch_step * tile_bytes(request, plan.pieces) + request.cost.fixed_bytes;
+    if (plan.reason == PlanReason::kTooLarge && needs > request.limit &&
+        needs >= request.whole_bytes / 4 * 3) {
+      TilePlan whole;  // tiles would keep the limit no more than one call, and save next to nothing
+      whole.batch_step = request.batch;
+      whole.pieces.assign(count, 1);
+      whole.tile_bytes = whole.whole_bytes = request.whole_bytes;
+      whole.reason = PlanReason::kTooLarge;
+      return whole;
+    }
   }
   const int64_t tile = plan.batch_step * tile_bytes(request, plan.pieces) + request.cost.fixed_bytes;
   if (asked) plan.in_flight = request.threads * tile <= request.limit ? request.threads : 1;

@@ -161,6 +161,15 @@ def budget_of(owner: str, budget: int | str | None) -> int | None:
     return room
 
 
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    """Values without data may be viewed like others then. Gradients are off if they were."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        yield
+
+
+@_without_inference_mode()
 def record_call(
     owner: str, module: Any, forward: Callable[..., Any], arguments: Arguments, keep_changes: bool
 ) -> Graph:
@@ -193,6 +202,7 @@ def record_call(
     return graph
 
 
+@_without_inference_mode()
 def plan_graph(
     owner: str, module: Any, graph: Graph, arguments: Arguments, room: int | None, tiles: tuple[int, ...] = (),
     store: Where = "device", out: Any = None, out_later: bool = False,

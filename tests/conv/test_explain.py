@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.pairs import pairwise
@@ -139,3 +141,17 @@ def test_recorded_paths_nest():
             conv(x)
         conv(x)
     assert (len(outer), len(inner)) == (3, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("channels", "sides", "dilation"), [(512, (60, 66), 36), (2048, (29, 33), 36), (2048, (120, 132), 36)]
+)
+def test_tiles_of_kernels_with_holes_read_little(channels, sides, dilation, dtype):
+    """No value is read more often than a 3x3 kernel uses it, whatever the limit."""
+    x = torch.empty(1, channels, *sides, dtype=dtype)
+    conv = pc.Conv2d(channels, 8, 3, padding=dilation, dilation=dilation, dtype=dtype)
+    for limit in ("64MiB", 1):
+        with pc.workspace_limit(limit):
+            found = pc.explain(x, conv)
+        assert found.halo_percent <= 801 and math.prod(found.tiles or (1,)) <= 81
