@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes, suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _library
@@ -78,15 +78,13 @@ def _resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device:
 
 
 def _last(tensor: Tensor) -> bool:
-    """Whether torch takes it for an image in channels_last: not one of one channel or pixel that is in both layouts."""
-    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return last and tensor.size(1) * tensor.stride(1) <= tensor.stride(3)
+    """Whether torch takes it for an image in channels_last: not one that is in both layouts, such as of one pixel."""
+    return tensor.dim() == 4 and _in_last(tensor)
 
 
 def _in_last(tensor: Tensor) -> bool:
     """The same, of volumes too."""
-    volume = tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    return _last(tensor) or (volume and tensor.size(1) * tensor.stride(1) <= tensor.stride(4))
+    return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
 def _copied(operands: Iterable[Tensor | None], last: bool) -> int:

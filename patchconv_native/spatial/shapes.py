@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .axis import Axes
 from .joins import repeated
+from .layout import with_usual_strides
 from .operands import aligned, recut, wrap
 from .parts import gather_parts
 from .reductions import dims_of, remaining_axes
@@ -252,7 +253,8 @@ def _reshaped(function: str, x: SpatialTensor, shape: Sequence[int]) -> Tensor:
         each = axis.size // size
         axes[place] = scaled_axis(function, axis, size)
         x = recut(x, {d: tuple(cut * each for cut in axes[place].cuts)})
-    return wrap(x._local.reshape([axes[e].length if e in axes else n for e, n in enumerate(sizes)]), axes)
+    local = x._local.reshape([axes[e].length if e in axes else n for e, n in enumerate(sizes)])
+    return wrap(with_usual_strides(local), axes)
 
 
 def _place_of(x: SpatialTensor, dim: int, sizes: Sequence[int]) -> int | None:

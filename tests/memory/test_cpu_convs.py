@@ -99,6 +99,18 @@ def test_operands_in_two_layouts(dtype, last):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["3x3", "depthwise"])
+def test_one_image_whose_strides_are_not_usual(kind):
+    """A view of tokens steps from one image to the next by less than an image: torch takes it for NCHW."""
+    channels, made, kernel, groups = ORDINARY[kind]
+    _, weight = operands(channels, made, kernel, groups, (1, 1), 1, torch.float32, False)
+    x = torch.randn(1, 40 * 60, channels).transpose(1, 2).view(1, channels, 40, 60)
+    assert x.is_contiguous(memory_format=torch.channels_last) and x.stride(0) == channels
+    found = ratio(x, weight, padding=1, groups=groups)
+    assert 0.97 <= found <= 1.06, found
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("channels", "made", "groups", "batch"), [(2, 64, 2, 1), (8, 64, 4, 2), (6, 8, 2, 1)])
 def test_a_transposed_1x1_convolution_in_groups(channels, made, groups, batch):
     """With padding, its result is cropped from columns."""

@@ -76,6 +76,21 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+class OfTokens(nn.Module):
+    """The second half of SegFormer's block: a depthwise convolution on a view of tokens, whose strides are odd."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(channels, inner), nn.Linear(inner, channels)
+        self.mix = nn.Conv2d(inner, inner, 3, padding=1, groups=inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, high, wide = x.shape
+        y = self.first(x.flatten(2).transpose(1, 2)).transpose(1, 2).view(n, -1, high, wide)
+        y = F.gelu(self.mix(y).flatten(2).transpose(1, 2))
+        return x + self.last(y).transpose(1, 2).view(x.shape)
+
+
 def resnet_features() -> nn.Module:
     net = of_torchvision("resnet18")
     return nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool, net.layer1, net.layer2)
@@ -102,6 +117,7 @@ MODELS = {
         "2MiB",
     ),
     "decoder": (decoder, (1, 4, 48, 40), "5MiB"),
+    "tokens": (lambda: OfTokens(16, 64), (1, 16, 203, 150), "4MiB"),
 }  # fmt: skip
 
 
