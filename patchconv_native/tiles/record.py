@@ -140,7 +140,8 @@ class Recorder:
         if function in _ANSWERS:
             return _ANSWERS[function]
         if name in ON_PIXELS:
-            raise self.refuse(name, "what the module does next would depend on the values of pixels")
+            what = "what the module does next would depend on the values of pixels, as in `if x.mean() > 0`"
+            raise self.refuse(name, what)
         if function in _CASTS and len(args) > 1 and isinstance(args[1], Recorded):
             function, args = _tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
             asked = args, kwargs

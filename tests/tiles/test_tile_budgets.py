@@ -306,6 +306,27 @@ def test_a_budget_that_one_call_keeps_is_not_refused(name: str) -> None:
         assert a.shape == b.shape and (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-12
 
 
+class Standardized(nn.Conv2d):
+    """Its weight is made anew in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, padding=self.padding)
+
+
+@torch.no_grad()
+def test_a_refusal_says_what_is_made_of_no_image() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 64, 3), *[Standardized(64, 64, 3, padding=1) for _ in range(8)])
+    x = structured((1, 3, 40, 30)).float()
+    made = 8 * net[1].weight.nbytes
+    with pytest.raises(pc.BudgetError, match="MiB of it are tensors that are made of no image") as refused:
+        pc.tile(net, x, budget=made)
+    assert f"{made / 2**20:.3g} MiB of it" in str(refused.value) and refused.value.least > made
+    found: list[Tensor] = []
+    peak = allocated_peak(lambda: found.append(pc.tile(net, x, budget=refused.value.least))) - found[0].nbytes
+    assert made < peak <= refused.value.least
+
+
 def at_once(model: nn.Module, x: Tensor, **more: Any) -> tuple[pc.TilePlan, int]:
     """The plan for a budget that nothing but one call keeps, and the budget."""
     with pytest.raises(pc.BudgetError) as refused:
