@@ -91,6 +91,7 @@ class BackwardCosts:
         sums = sum(_sum_of_gradient(one) for one in constants.values() if one.requires_grad)
         read = {v for call in graph.calls for v in call.inputs if v not in self.kinds.dims and v not in graph.inputs}
         whole = {graph.fakes[v].untyped_storage()._cdata: graph.fakes[v].untyped_storage().nbytes() for v in read}
+        self.answers = answers
         self.always = sum(whole.values()) + answers + sums + graph.made
         """Bytes of what is there during the whole pass: whole values, and sums of gradients of parameters."""
         with graph.mode, torch.no_grad():

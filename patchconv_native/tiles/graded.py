@@ -33,6 +33,8 @@ LEFT_OUT = 0.15
 """Of the bytes of stored values, the share that the next routes store no more."""
 MOST_TRIED = 2
 """Routes of the same sweeps whose plans are looked at."""
+Forward = tuple[TilePlan, Planner, Choice]
+"""A forward pass, and what it was chosen by."""
 
 
 @dataclass
@@ -278,16 +280,21 @@ class Graded(Bands):
             plan = self._with_tiles(forward, route, tiles, self._room or 0)
             if fits(plan):
                 return plan
-            tiles = {number: self._smaller(route, number, shares) for number, shares in tiles.items()}
+            room = (self._room or 0) - self._more_answers(forward)
+            tiles = {number: self._smaller(route, number, shares, room) for number, shares in tiles.items()}
         return None
 
-    def _smaller(self, route: Route, number: int, shares: list[Fraction]) -> list[Fraction]:
+    def _more_answers(self, forward: Forward) -> int:
+        """Bytes of shares of numbers of the whole image, above what the costs know of: there is one of each strip."""
+        return forward[2].answers - self._costs.answers
+
+    def _smaller(self, route: Route, number: int, shares: list[Fraction], room: int) -> list[Fraction]:
         """The next smaller ones, where these do not fit."""
-        if self._costs.always + route.held[number] + self._taken(route, number, shares) <= (self._room or 0):
+        if self._costs.always + route.held[number] + self._taken(route, number, shares) <= room:
             return shares
         return self._shares[min(self._shares.index(shares) + 1, len(self._shares) - 1)]
 
-    def _forward(self, route: Route, room: int) -> tuple[TilePlan, Planner, Choice] | None:
+    def _forward(self, route: Route, room: int) -> Forward | None:
         """The forward pass, in bands where strips as wide as the image take more than this many bytes."""
 
         def found(widths: list[Fraction]) -> tuple[Planner, Choice]:
@@ -305,15 +312,14 @@ class Graded(Bands):
         choice = planner.choose(route.stored, None, cuts=found(widths[place])[1].cuts)
         return self._plan(planner, route.stored, choice), planner, choice
 
-    def _with_tiles(
-        self, forward: tuple[TilePlan, Planner, Choice], route: Route, tiles: dict[int, list[Fraction]], room: int
-    ) -> TilePlan:
+    def _with_tiles(self, forward: Forward, route: Route, tiles: dict[int, list[Fraction]], room: int) -> TilePlan:
         plan, planner, _ = forward
-        peak = max(plan.peak, self._backward_peak(route, tiles))
+        more = self._more_answers(forward)
+        peak = max(plan.peak, self._backward_peak(route, tiles) + more)
         stretches = [dataclasses.replace(one, again=[]) for one in route.stretches]
         for number, wanted in self._again(route.stored, route.kept):
             stretch = next(one for one in stretches if one.begin <= number < one.end)
-            held = self._costs.always + route.held[stretch.end - 1]
+            held = self._costs.always + more + route.held[stretch.end - 1]
             sweep, taken = planner.again(route.stored, number, wanted, room - held)
             stretch.again.append(sweep)
             peak = max(peak, held + taken)
