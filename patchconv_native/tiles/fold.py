@@ -54,16 +54,11 @@ def conv_of_strips(
     into the layout `format` (None: that of the input) here, and not within the convolution, where nobody could count
     the memory of that.
     """
-    if norm is not None:
-        mean, variance, gain, shift, eps = norm
-        scale = (variance.double() + eps).rsqrt_()  # in float64: what is rounded here is off at every place
-        if gain is not None:
-            scale.mul_(gain)
-        offset = (mean.double() if bias is None else mean.double() - bias) * scale
-        bias = (offset.neg_() if shift is None else shift - offset).to(weight.dtype)
-        weight = weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1))
     spatial = isinstance(input, SpatialTensor)
     local = input._local if spatial else input
+    if norm is not None:
+        folded = _folded_without_data if isinstance(local, FakeTensor) else _folded
+        weight, bias = folded(weight, bias, norm)
     if format is not None and order(local) != format:
         local = local.contiguous(memory_format=format)
         input = SpatialTensor(local, input.axes) if spatial else local
@@ -72,6 +67,23 @@ def conv_of_strips(
 
 
 rule(conv_of_strips)(conv_of_strips)
+
+
+def _folded(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, Tensor]:
+    """The weight and the bias of a convolution and the norm behind it."""
+    mean, variance, gain, shift, eps = norm
+    scale = (variance.double() + eps).rsqrt_()  # in float64: what is rounded here is off at every place
+    if gain is not None:
+        scale.mul_(gain)
+    offset = (mean.double() if bias is None else mean.double() - bias) * scale
+    bias = (offset.neg_() if shift is None else shift - offset).to(weight.dtype)
+    return weight * scale.to(weight.dtype).view(-1, *[1] * (weight.dim() - 1)), bias
+
+
+def _folded_without_data(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, Tensor]:
+    """As large, in the memory that `_folded` takes; a plan asks for it thousands of times."""
+    four = torch.empty(4 * weight.size(0), dtype=torch.float64, device=weight.device)  # noqa: F841: there meanwhile
+    return torch.empty_like(weight), torch.empty(weight.size(0), dtype=weight.dtype, device=weight.device)
 
 
 def fold_norms(graph: Graph) -> None:
