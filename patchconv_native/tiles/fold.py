@@ -82,8 +82,10 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, T
 
 def _folded_without_data(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, Tensor]:
     """As large, in the memory that `_folded` takes; a plan asks for it thousands of times."""
-    four = torch.empty(4 * weight.size(0), dtype=torch.float64, device=weight.device)  # noqa: F841: there meanwhile
-    return torch.empty_like(weight), torch.empty(weight.size(0), dtype=weight.dtype, device=weight.device)
+    meanwhile = torch.empty(4 * weight.size(0), dtype=torch.float64, device=weight.device)
+    found = torch.empty_like(weight), torch.empty(weight.size(0), dtype=weight.dtype, device=weight.device)
+    del meanwhile
+    return found
 
 
 def fold_norms(graph: Graph) -> None:
