@@ -106,10 +106,12 @@ def _predicted(data: dict[str, Any]) -> str:
 
 
 def _measured(data: dict[str, Any], rows: Rows, device: str) -> str:
-    off = [abs(row["of_prediction"] - 1) for row in rows]
+    whole = [row for row in rows if row["form"] != "planned, in a budget"]  # of tiles, what is kept free is predicted too
+    off = [abs(row["of_prediction"] - 1) for row in whole]
     fresh = "each form in a process of its own" if data["size"] != "tiny" else "all forms in one process"
     text = (
-        f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%}. "
+        f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%} (but "
+        "for tiles, where they hold what the plan keeps free too). "
         '"Step alone" is the peak above what was there before it; beside it what the '
         f"{'allocator' if device == 'cuda' else 'kernel'} says of the process, in a step that nobody watches. Times "
         f"are medians (least to most) of {rows[0]['rounds']} rounds. The planner, at this batch: the least without "

@@ -58,30 +58,31 @@ double halo_percent(const PlanRequest& request, const std::vector<int64_t>& piec
   return std::max(0.0, (ratio - 1) * 100);
 }
 
-// The most pieces that read no coordinate more often than the kernel has taps. Less than one a coordinate
-// only where a kernel has holes: small tiles would read what no tap of theirs uses.
-int64_t most_pieces(const ConvDim& dim, CutGrid grid) {
-  int64_t low = 1;
-  int64_t high = cut_extent(dim, grid).size();
-  if (dim.dilation == 1) return high;
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
-    if (times_read(dim, grid, middle) <= static_cast<double>(dim.kernel)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
+// How often pieces may read a coordinate, in units of the kernel's taps: where that is enough to keep the
+// limit, and where it is not.
+constexpr int64_t kSeldom = 1;
+constexpr int64_t kOften = 4;
+
+// The most pieces that read a coordinate, on average, at most `times` as often as the kernel has taps. Fewer
+// than one a coordinate only where a kernel has holes: a small tile would read much that it has no tap for.
+int64_t most_pieces(const ConvDim& dim, CutGrid grid, int64_t times) {
+  const int64_t total = cut_extent(dim, grid).size();
+  if (dim.dilation == 1 || dim.kernel == 1) return total;
+  // A piece of L small coordinates reads (L - 1) * stride + reach of L * stride, one of L big ones about
+  // L + reach - 1 of L, both divided by the stride.
+  const int64_t step = grid == CutGrid::kSmall ? dim.stride : 1;
+  const int64_t more = std::max<int64_t>(dim.reach() - step, 0);
+  const int64_t length = std::max<int64_t>(more / (step * (times * dim.kernel - 1)), 1);
+  return std::max<int64_t>(total / length, 1);
 }
 
 // Cuts the dimensions in order into the fewest pieces whose tiles take at most `target` bytes. False if none
-// do.
-bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_t>* pieces) {
+// do. times: as of most_pieces.
+bool cut_in_order(const PlanRequest& request, int64_t target, int64_t times, std::vector<int64_t>* pieces) {
   for (size_t d = 0; d < pieces->size(); ++d) {
     if (tile_bytes(request, *pieces) <= target) return true;
     int64_t low = (*pieces)[d];
-    int64_t high = std::max(low, most_pieces(request.dims[d], request.grid));
+    int64_t high = std::max(low, most_pieces(request.dims[d], request.grid, times));
     while (low < high) {  // tile_bytes falls as the number of pieces grows
       (*pieces)[d] = low + (high - low) / 2;
       if (tile_bytes(request, *pieces) <= target) {
@@ -96,17 +97,17 @@ bool cut_in_order(const PlanRequest& request, int64_t target, std::vector<int64_
 }
 
 // The same, but wide grids are cut into columns too where strips would be so low that they read mostly halo.
-bool cut(const PlanRequest& request, int64_t target, std::vector<int64_t>* pieces) {
+bool cut(const PlanRequest& request, int64_t target, int64_t times, std::vector<int64_t>* pieces) {
   constexpr int64_t kShortestRow = 128;  // elements; shorter runs of memory copy slowly
   constexpr double kWorthwhile = 0.7;
   const std::vector<int64_t> start = *pieces;
-  if (!cut_in_order(request, target, pieces)) return false;
+  if (!cut_in_order(request, target, times, pieces)) return false;
   double least = halo_percent(request, *pieces);
   const int64_t columns = cut_extent(request.dims.back(), request.grid).size();
   for (int64_t c = 2; request.copies && least > 10 && columns / c >= kShortestRow; c *= 2) {
     std::vector<int64_t> candidate = start;
     candidate.back() = c;
-    if (!cut_in_order(request, target, &candidate)) continue;
+    if (!cut_in_order(request, target, times, &candidate)) continue;
     const double halo = halo_percent(request, candidate);
     if (halo < kWorthwhile * least) {
       least = halo;
@@ -140,12 +141,34 @@ void cut_automatically(const PlanRequest& request, TilePlan* plan) {
     if (!request.splits.empty()) continue;
     if (request.batch < flight && image <= target) {
       // Few small images: enough pieces for every thread.
-      const int64_t rows = cut_extent(request.dims[0], request.grid).size();
+      const int64_t rows = most_pieces(request.dims[0], request.grid, kOften);
       plan->pieces[0] = std::min(rows, (flight + request.batch - 1) / request.batch);
       return;
     }
-    if (cut(request, target, &plan->pieces)) return;
+    if (cut(request, target, kSeldom, &plan->pieces)) return;
   }
+  if (!request.splits.empty()) return;
+  // Only kernels with holes come here with pieces that could be smaller. The limit is worth more to them than
+  // the bytes that are preferred.
+  const int64_t target = std::max(request.limit - request.cost.fixed_bytes, request.limit / 4);
+  plan->pieces = whole;
+  if (cut(request, target, kSeldom, &plan->pieces)) return;
+  std::vector<int64_t> smaller = whole;
+  const bool kept = cut(request, target, kOften, &smaller);
+  const int64_t fixed = request.cost.fixed_bytes;
+  if (kept || tile_bytes(request, plan->pieces) + fixed > 2 * (tile_bytes(request, smaller) + fixed)) {
+    plan->pieces = smaller;
+  }
+}
+
+// Whether tiles of so many bytes keep the limit no more than one call does, and save less than a quarter of
+// its workspace. Asked of kernels with holes alone, whose tiles read much. Not of the big grid: an input
+// gradient is cut as the convolution that it is of the other grid (find_route), which is asked then.
+bool gain_nothing(const PlanRequest& request, int64_t tile) {
+  const bool holes = std::any_of(request.dims.begin(), request.dims.end(),
+                                 [](const ConvDim& d) { return d.dilation > 1 && d.kernel > 1; });
+  return holes && request.grid == CutGrid::kSmall && !request.stock_is_slow && tile > request.limit &&
+         tile >= request.whole_bytes / 4 * 3;
 }
 
 }  // namespace
@@ -201,18 +224,16 @@ TilePlan make_plan(const PlanRequest& request) {
       plan.reason = request.whole_bytes <= request.limit ? PlanReason::kFaster : PlanReason::kTooLarge;
     }
     cut_automatically(request, &plan);
-    const int64_t needs = plan.batch_step * tile_bytes(request, plan.pieces) + request.cost.fixed_bytes;
-    if (plan.reason == PlanReason::kTooLarge && needs > request.limit &&
-        needs >= request.whole_bytes / 4 * 3) {
-      TilePlan whole;  // tiles would keep the limit no more than one call, and save next to nothing
-      whole.batch_step = request.batch;
-      whole.pieces.assign(count, 1);
-      whole.tile_bytes = whole.whole_bytes = request.whole_bytes;
-      whole.reason = PlanReason::kTooLarge;
-      return whole;
-    }
   }
   const int64_t tile = plan.batch_step * tile_bytes(request, plan.pieces) + request.cost.fixed_bytes;
+  if (plan.reason == PlanReason::kTooLarge && gain_nothing(request, tile)) {
+    TilePlan whole;
+    whole.batch_step = request.batch;
+    whole.pieces.assign(count, 1);
+    whole.tile_bytes = whole.whole_bytes = request.whole_bytes;
+    whole.reason = PlanReason::kNoGain;
+    return whole;
+  }
   if (asked) plan.in_flight = request.threads * tile <= request.limit ? request.threads : 1;
   const int64_t tiles = (request.batch + plan.batch_step - 1) / plan.batch_step * plan.tiles_per_image();
   plan.in_flight = std::min(plan.in_flight, tiles);
@@ -242,12 +263,16 @@ std::string TilePlan::explanation(int64_t limit) const {
       text = "one call would need about " + format_bytes(whole_bytes) +
              " of workspace, more than the limit of " + format_bytes(limit);
       break;
+    case PlanReason::kNoGain:
+      text = "one call needs about " + format_bytes(whole_bytes) + " of workspace, more than the limit of " +
+             format_bytes(limit) + ", and tiles would need nearly as much, since the kernel's holes are wide";
+      break;
     case PlanReason::kEmpty:
       text = "there is nothing to compute";
       break;
   }
   if (clamped) text += "; more splits than coordinates were asked for, so each coordinate is one tile";
-  if (tile_bytes > limit) text += "; a tile needs more than the limit";
+  if (tiled && tile_bytes > limit) text += "; a tile needs more than the limit";
   return text;
 }
 

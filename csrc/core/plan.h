@@ -31,6 +31,7 @@ enum class PlanReason {
   kPadding,   // stock PyTorch would make a padded copy for this padding, or computes it wrongly
   kFaster,    // one call fits, but tiles are known to be much faster
   kTooLarge,  // one call would need more than the limit
+  kNoGain,    // so would tiles, and nearly as much
   kEmpty,     // nothing to compute
 };
 

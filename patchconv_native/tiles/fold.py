@@ -57,8 +57,8 @@ def conv_of_strips(
     spatial = isinstance(input, SpatialTensor)
     local = input._local if spatial else input
     if norm is not None:
-        folded = _folded_without_data if isinstance(local, FakeTensor) else _folded
-        weight, bias = folded(weight, bias, norm)
+        planned = isinstance(local, FakeTensor) and not torch.is_grad_enabled()
+        weight, bias = (_folded_without_data if planned else _folded)(weight, bias, norm)
     if format is not None and order(local) != format:
         local = local.contiguous(memory_format=format)
         input = SpatialTensor(local, input.axes) if spatial else local
@@ -81,7 +81,7 @@ def _folded(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, T
 
 
 def _folded_without_data(weight: Tensor, bias: Tensor | None, norm: _Norm) -> tuple[Tensor, Tensor]:
-    """As large, in the memory that `_folded` takes; a plan asks for it thousands of times."""
+    """As large, in no less than the memory that `_folded` takes; a plan asks for it thousands of times."""
     meanwhile = torch.empty(4 * weight.size(0), dtype=torch.float64, device=weight.device)
     found = torch.empty_like(weight), torch.empty(weight.size(0), dtype=weight.dtype, device=weight.device)
     del meanwhile

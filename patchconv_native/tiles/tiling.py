@@ -163,8 +163,8 @@ def budget_of(owner: str, budget: int | str | None) -> int | None:
 
 @contextlib.contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """Values without data may be viewed like others then. Gradients are off if they were."""
-    with_gradients = torch.is_grad_enabled()
+    """Values without data may be viewed like others then. Gradients are on if they were outside of that mode."""
+    with_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
         yield
 

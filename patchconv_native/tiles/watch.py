@@ -176,7 +176,9 @@ class Watch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """For a watch: what gives away a tensor's numbers without an operator."""
+    """For a watch: what gives away a tensor's numbers without an operator. And what the module does to tensors that were
+    made in inference mode happens in it, where everything else is recorded outside.
+    """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -192,6 +194,11 @@ class _Functions(TorchFunctionMode):
                 self._watch.wrote |= self._watch.keep(tensors) and sets
             if not sets:
                 self._watch.feeds(tensors)
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        plain = _plain(given)
+        if len(plain) == len(given) and any(one.is_inference() for one in plain):
+            with torch.inference_mode():  # they can be written to in it alone
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

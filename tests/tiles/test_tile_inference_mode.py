@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.rule_cases import CALLS, GLOBAL, SHAPES
 from support.spatial_chains import structured
+from torch import Tensor, nn
 
 import patchconv_native as pc
 from bench.whole_models import UNet
@@ -42,6 +43,34 @@ def in_inference_mode(made: str, dims: int) -> list[str]:
 @pytest.mark.parametrize("made", MADE)
 def test_rules(made: str, dims: int) -> None:
     assert in_inference_mode(made, dims) == []
+
+
+class Counts(nn.Module):
+    """Norms of torch's in training, and a buffer of its own, that count their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.norm(self.conv(x)).relu_()
+
+
+@pytest.mark.parametrize("budget", [None, "80KiB"])
+@pytest.mark.parametrize("made", MADE)
+def test_what_a_module_counts(made: str, budget: str | None) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(made == MADE[1]):
+        net = Counts()
+    ours, x = copy.deepcopy(net) if made == MADE[0] else net, structured((2, 3, 40, 30)).float()
+    with torch.inference_mode(), torch.enable_grad():
+        y = pc.tile(ours, x, budget=budget)
+        assert not y.requires_grad and ours.calls == ours.norm.num_batches_tracked == 1
+        if made == MADE[0]:
+            torch.testing.assert_close(y, net(x))
+            torch.testing.assert_close(dict(ours.named_buffers()), dict(net.named_buffers()))
 
 
 @pytest.mark.parametrize("first", ["inference_mode", "no_grad", "gradients"])
