@@ -106,8 +106,8 @@ def _predicted(data: dict[str, Any]) -> str:
 
 
 def _measured(data: dict[str, Any], rows: Rows, device: str) -> str:
-    whole = [row for row in rows if row["form"] != "planned, in a budget"]  # of tiles, what is kept free is predicted too
-    off = [abs(row["of_prediction"] - 1) for row in whole]
+    # Of tiles, what their plan keeps free is predicted too.
+    off = [abs(row["of_prediction"] - 1) for row in rows if row["form"] != "planned, in a budget"]
     fresh = "each form in a process of its own" if data["size"] != "tiny" else "all forms in one process"
     text = (
         f"The second step of each form, {fresh}; predictions are of the same step, off by at most {max(off):.1%} (but "
