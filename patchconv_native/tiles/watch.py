@@ -176,8 +176,8 @@ class Watch(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """For a watch: what gives away a tensor's numbers without an operator. What the module does to tensors that were made
-    in inference mode is done in that mode. All else is recorded outside of it.
+    """For a watch: what gives away a tensor's numbers without an operator. What the module does to tensors made
+    in inference mode is done in that mode; all else is recorded outside of it.
     """
 
     def __init__(self, watch: Watch) -> None:
