@@ -33,26 +33,22 @@ int64_t tile_bytes(const PlanRequest& request, const std::vector<int64_t>& piece
   return big * request.cost.big_bytes + small * request.cost.small_bytes;
 }
 
-// How often so many pieces of a dimension read a coordinate of the other grid, on average.
-double times_read(const ConvDim& dim, CutGrid grid, int64_t pieces) {
-  const Range extent = cut_extent(dim, grid);
-  auto touched = [&](Range range) {
-    return grid == CutGrid::kSmall ? intersect(dim.big_range(range), {0, dim.big}).size()
-                                   : dim.small_range(range).size();
-  };
-  int64_t sum = 0;
-  for (int64_t i = 0; i < pieces; ++i) {
-    const Range piece = piece_of(extent.size(), pieces, i);
-    sum += touched({extent.begin + piece.begin, extent.begin + piece.end});
-  }
-  const int64_t whole = touched(extent);
-  return whole > 0 ? static_cast<double>(sum) / static_cast<double>(whole) : 1;
-}
-
 double halo_percent(const PlanRequest& request, const std::vector<int64_t>& pieces) {
   double ratio = 1;
   for (size_t d = 0; d < pieces.size(); ++d) {
-    ratio *= times_read(request.dims[d], request.grid, pieces[d]);
+    const ConvDim& dim = request.dims[d];
+    const Range extent = cut_extent(dim, request.grid);
+    auto touched = [&](Range range) {
+      return request.grid == CutGrid::kSmall ? intersect(dim.big_range(range), {0, dim.big}).size()
+                                             : dim.small_range(range).size();
+    };
+    int64_t sum = 0;
+    for (int64_t i = 0; i < pieces[d]; ++i) {
+      const Range piece = piece_of(extent.size(), pieces[d], i);
+      sum += touched({extent.begin + piece.begin, extent.begin + piece.end});
+    }
+    const int64_t whole = touched(extent);
+    if (whole > 0) ratio *= static_cast<double>(sum) / static_cast<double>(whole);
   }
   // With a stride beyond the kernel, pieces skip coordinates and read less than the whole range.
   return std::max(0.0, (ratio - 1) * 100);

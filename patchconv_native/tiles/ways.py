@@ -250,6 +250,6 @@ def least_of(ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:
         f"tile: a budget of {format_bytes(best.budget or 0)} is too small for {best.name} here: the least that was "
         f"found is {format_bytes(best.needs)} ({best.needs} bytes), and the most is needed at {where()}"
         + (f", with store={best.store!r}" if best.stored else "")
-        + f"; {format_bytes(made)} of these are tensors that the module makes of no image" * (20 * made > best.needs),
+        + f"; {format_bytes(made)} of these bytes are tensors that it makes of no image" * (20 * made > best.needs),
         best.needs, best,
     )  # fmt: skip

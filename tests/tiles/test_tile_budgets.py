@@ -319,9 +319,9 @@ def test_a_refusal_says_what_is_made_of_no_image() -> None:
     net = nn.Sequential(nn.Conv2d(3, 64, 3), *[Standardized(64, 64, 3, padding=1) for _ in range(8)])
     x = structured((1, 3, 40, 30)).float()
     made = 8 * net[1].weight.nbytes
-    with pytest.raises(pc.BudgetError, match="MiB of these are tensors that the module makes of no image") as refused:
+    with pytest.raises(pc.BudgetError, match="MiB of these bytes are tensors that it makes of no image") as refused:
         pc.tile(net, x, budget=made)
-    assert f"{made / 2**20:.3g} MiB of these" in str(refused.value) and refused.value.least > made
+    assert f"{made / 2**20:.3g} MiB of these bytes" in str(refused.value) and refused.value.least > made
     found: list[Tensor] = []
     peak = allocated_peak(lambda: found.append(pc.tile(net, x, budget=refused.value.least))) - found[0].nbytes
     assert made < peak <= refused.value.least
