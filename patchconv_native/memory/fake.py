@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -110,30 +111,40 @@ class FakeMode(FakeTensorMode):
         return torch.empty_like(result[0], memory_format=suggest_memory_format(given)), *result[1:]
 
 
+def references(values: Any) -> dict[int, weakref.ref[Any]]:
+    """The storages of these tensors, by their addresses."""
+    found = (storage(tensor) for tensor in tensors(values))
+    return {memory._cdata: weakref.ref(memory) for memory in found if memory is not None}
+
+
 class Storages(TorchDispatchMode):
     """Reports to a census every storage that an operator makes, when it is freed, and the operators' workspaces.
 
-    casts: real tensors, by their ids, with dtypes. Their casts to these count as there before.
+    casts: real tensors, by their ids, with dtypes. Their casts to these count as there before. there: `references` to
+    what was there before.
     """
 
-    def __init__(self, census: Any, device: torch.device, casts: Container[tuple[int, torch.dtype]] = ()) -> None:
+    def __init__(
+        self,
+        census: Any,
+        device: torch.device,
+        casts: Container[tuple[int, torch.dtype]] = (),
+        there: Mapping[int, weakref.ref[Any]] = MappingProxyType({}),
+    ) -> None:
         from torch.utils.flop_counter import flop_registry  # imports triton: not with this package
 
         super().__init__()
         self._census, self._device, self._flops = census, device, flop_registry
         self._casts = casts
         # By their addresses: once one is freed, another may get its address and must count.
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known = dict(there)
         self._blocks = itertools.count(1)
         self.work = {"flops": 0, "bytes": 0}
         self._real: dict[int, Tensor] = {}
 
     def there_before(self, values: Any) -> None:
         """These tensors were there before the step and are not counted."""
-        for tensor in tensors(values):
-            memory = storage(tensor)
-            if memory is not None and not self._knows(memory):
-                self._known[memory._cdata] = weakref.ref(memory)
+        self._known.update(references(values))
 
     def _knows(self, memory: Any) -> bool:
         found = self._known.get(memory._cdata)

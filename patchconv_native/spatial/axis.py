@@ -14,6 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .layout import cut_out
+
 Range = tuple[int, int]
 """The first coordinate, and the one after the last."""
 Wanted = tuple[tuple[Range, ...], ...]
@@ -96,7 +98,7 @@ class AtHand:
     complete: bool = True
 
     def rows(self, low: int, high: int) -> Tensor:
-        return self.result.narrow(self.dim, low, high - low)
+        return cut_out(self.result, self.dim, low, high - low)
 
     def finish(self) -> Tensor:
         return self.result

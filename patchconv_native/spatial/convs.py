@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _library, functional
 from .axis import Axes, Axis, Fetch, Range
-from .layout import empty, joined, layout
+from .layout import cut_out, empty, joined, layout
 from .operands import parameter
 from .rules import refuse, rule
 from .tensor import SpatialTensor
@@ -177,7 +177,7 @@ def _conv_transpose(
         if before < 0 or after < 0:  # reached by no input: the bias alone
             y = _with_bias(y, bias, first - 1, d, max(-before, 0), max(-after, 0))
             before = max(before, 0)
-        y = y.narrow(d, before, length)
+        y = cut_out(y, d, before, length)
     return SpatialTensor(y, axes)
 
 

@@ -54,6 +54,11 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat(list(parts), dim)
 
 
+def cut_out(x: Tensor, dim: int, begin: int, length: int) -> Tensor:
+    """A view of these coordinates; all of x is x itself: in backward, a view makes a gradient of its own."""
+    return x if begin == 0 and length == x.size(dim) else x.narrow(dim, begin, length)
+
+
 def empty(like: Tensor, dim: int, length: int, format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """An uninitialized tensor with another length along `dim`."""
     shape = list(like.shape)

@@ -235,24 +235,20 @@ class _Placed(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, bias, mean, var = ctx.saved_tensors
         needs, dtype = ctx.needs_input_grad, precise(x.dtype)
-        found: list[Tensor | None] = [None] * 6
         rstd, grad = (var + ctx.eps).rsqrt(), grads[0].to(dtype)
-        if needs[2]:
-            found[2] = grad.sum_to_size(bias.shape).to(bias.dtype)
+        scale = rstd if weight is None else rstd * weight.double()
+        size = torch.broadcast_shapes(scale.shape, () if bias is None else bias.shape)
+        found: list[Tensor | None] = [None] * 6
+        if needs[2] or needs[3]:
+            summed = grad.sum_to_size(size).double()
+            found[2] = summed.sum_to_size(bias.shape).to(bias.dtype) if needs[2] else None
+            found[3] = -(summed * scale).sum_to_size(mean.shape) if needs[3] else None
         if needs[1] or needs[4]:
-            product = (x - mean.to(dtype)).mul_(grad)
-            if needs[1]:
-                found[1] = (product * rstd.to(dtype)).sum_to_size(weight.shape).to(weight.dtype)
-            if needs[4]:
-                product = product if weight is None else product.mul_(weight.to(dtype))
-                found[4] = product.sum_to_size(var.shape).double() * rstd.pow(3) * -0.5
-            del product
-        if needs[0] or needs[3]:
-            scale = rstd if weight is None else rstd * weight.double()
-            gx = grad * scale.to(dtype)
-            if needs[3]:
-                found[3] = -gx.sum_to_size(mean.shape).double()
-            found[0] = gx.to(x.dtype)
+            summed = (x - mean.to(dtype)).mul_(grad).sum_to_size(size).double()
+            found[1] = (summed * rstd).sum_to_size(weight.shape).to(weight.dtype) if needs[1] else None
+            found[4] = (summed * scale).sum_to_size(var.shape) * rstd.square() * -0.5 if needs[4] else None
+        if needs[0]:
+            found[0] = (grad * scale.to(dtype)).to(x.dtype)
         return tuple(found)
 
 

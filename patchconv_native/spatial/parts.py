@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .axis import Axes, Axis, Executors, Range, Wanted
-from .layout import empty, layout
+from .layout import cut_out, empty, layout
 
 # view_as would change the strides of dimensions of size 1, and with them the memory format.
 alias = torch.ops.aten.alias.default
@@ -148,5 +148,5 @@ def gather_parts(part: Tensor, axes: Axes) -> Tensor:
 def part_of(whole: Tensor, axes: Axes) -> Tensor:
     """A view of this part of a tensor that is the same for every part."""
     for d, axis in axes.items():
-        whole = whole.narrow(d, axis.range[0], axis.length)
+        whole = cut_out(whole, d, axis.range[0], axis.length)
     return whole

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..lean import _Redirect, in_lean
 from .operands import aligned, local_of, parameter, wrap
 from .rules import name_of, refuse, rule, rules
-from .tensor import SpatialTensor
+from .tensor import SpatialTensor, getter
 
 _nn: Any = torch._C._nn
 
@@ -35,40 +35,18 @@ def _both(names: str) -> list[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Attributes. Those of the shape are the wrapper's own, which has the whole's; those of autograd are the local tensor's.
-
-
-def _on_wrapper(function: Any) -> Callable[..., Any]:
-    def serve(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-
-    return serve
-
-
-def _getter(name: str) -> Any:
-    return getattr(Tensor, name).__get__
-
-
-_SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_quantized is_nested is_xla itemsize"
-_SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
-OF_SHAPE = frozenset((
-    *map(_getter, _SIZES.split()), *(getattr(Tensor, name) for name in _SIZE_METHODS.split()),
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type,
-))  # fmt: skip
-"""Functions whose answer follows from the shape, dtype and device alone."""
-rules(_on_wrapper, OF_SHAPE)
+# Attributes. Those of autograd are the local tensor's.
 
 
 def _on_local(function: Any) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: function(local_of(x), *args, **kwargs)
 
 
-rules(_on_local, map(_getter, ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr")))
+rules(_on_local, map(getter, ("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr")))
 rules(_on_local, (Tensor.is_contiguous, Tensor.is_inference, Tensor.retain_grad, *_both("is_conj is_neg")))
 
 
-@rule(_getter("grad"))
+@rule(getter("grad"))
 def _grad(x: SpatialTensor) -> Tensor | None:
     return None if x._local.grad is None else wrap(x._local.grad, x.axes)
 
@@ -86,7 +64,7 @@ def _requires_grad(x: SpatialTensor, value: bool = True) -> SpatialTensor:
     return x
 
 
-@rule(_getter("data"))
+@rule(getter("data"))
 def _data(x: SpatialTensor) -> Tensor:
     return wrap(x._local.data, x.axes)
 
@@ -159,7 +137,7 @@ def _unary(function: Any) -> Callable[..., Any]:
 rules(_unary, _both(_UNARY) + _both(_in_place(_UNARY)))
 rules(_unary, (getattr(Tensor, name) for name in _LOCAL_METHODS.split() if hasattr(Tensor, name)))
 rules(_unary, _LOCAL_FUNCTIONS)
-rules(_unary, (_getter("real"), _getter("imag"), torch.real, torch.imag, torch.fake_quantize_per_tensor_affine))
+rules(_unary, (getter("real"), getter("imag"), torch.real, torch.imag, torch.fake_quantize_per_tensor_affine))
 rules(_unary, (getattr(torch.special, name) for name in _SPECIAL.split()))
 
 

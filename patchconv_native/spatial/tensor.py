@@ -19,6 +19,19 @@ from .forms import in_form
 from .rules import RULES, NotServed, name_of, refuse
 
 
+def getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_SIZES = "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_mps is_quantized is_nested is_xla itemsize"
+_SIZE_METHODS = "size stride dim ndimension numel nelement element_size is_floating_point is_complex is_signed __len__"
+OF_SHAPE = frozenset((
+    *map(getter, _SIZES.split()), *(getattr(Tensor, name) for name in _SIZE_METHODS.split()),
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type,
+))  # fmt: skip
+"""Functions whose answer follows from the shape, dtype and device alone: the wrapper's, which are the whole's."""
+
+
 class SpatialTensor(Tensor):
     """A part of an image (or of features of any resolution), as one value of the whole's shape.
 
@@ -83,6 +96,9 @@ class SpatialTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in OF_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         try:
             result = _served(func, args, kwargs or {})
         except NotServed as error:

@@ -165,9 +165,8 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
                 shape[one.dims[v]] += whole != part
             larger = torch.empty(shape, dtype=fake.dtype, device=fake.device, memory_format=layout(fake))
             cut[v] = part_of(kinds, v, larger, tuple((0, n) for n in _lengths(there)))
-    peak = PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
-    counted.there_before([graph.fakes, *cut.values()])
+    peak, counted = _counted(graph)
+    counted.there_before([*cut.values()])
     results: Any = None
     with graph.mode, torch.no_grad(), counted:
         try:
@@ -182,12 +181,15 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
     return Cost(peak.most, result, counted.work["flops"])
 
 
+def _counted(graph: Graph) -> tuple[PeakOf, Storages]:
+    peak = PeakOf()
+    return peak, Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts, graph.storages)
+
+
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
     """The most bytes that a call takes on whole arguments, its result included."""
-    call, peak = graph.calls[place], PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
-    counted.there_before(graph.fakes)
-    gathers = 0
+    call, gathers = graph.calls[place], 0
+    peak, counted = _counted(graph)
     for v in call.inputs:
         if v in graph.inputs:
             gathers += outside.inputs.get(v, 0) * bytes_of(graph, v)
@@ -210,9 +212,7 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
 
 def answer_cost(graph: Graph, kinds: Kinds, place: int) -> int:
     """The same of a call whose result follows from numbers of the whole image."""
-    peak = PeakOf()
-    counted = Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts)
-    counted.there_before(graph.fakes)
+    peak, counted = _counted(graph)
     run = Run(graph, kinds, set(), {}, Store("device"), whole=dict(enumerate(graph.fakes)))
     with graph.mode, torch.no_grad(), counted:
         from_answers(run, place, probing=True)

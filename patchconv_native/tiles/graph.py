@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ..memory.fake import FakeMode
+from ..memory.fake import FakeMode, references
 from ..spatial.norms import TRACKING
 from ..spatial.pointwise import BY_PLACE
 from ..spatial.rules import name_of
@@ -133,6 +133,11 @@ class Graph:
         except BaseException:
             self.undo()
             raise
+
+    @functools.cached_property
+    def storages(self) -> dict[int, Any]:
+        """`references` to those of all values."""
+        return references(self.fakes)
 
     @property
     def results(self) -> list[int]:

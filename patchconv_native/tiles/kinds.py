@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..spatial import Axes, NotServed, Range, SpatialTensor
+from ..spatial.layout import cut_out
 from ..spatial.rules import RULES
 from .graph import Call, Graph
 from .strips import Asked, axis_of, part_cuts, run_part, with_values
@@ -241,7 +242,7 @@ def axes_at(graph: Graph, kinds: Kinds, v: int, region: Region) -> Axes:
 def part_of(kinds: Kinds, v: int, x: Tensor, region: Region, within: Region | None = None) -> Tensor:
     """A view of this part of a value. within: what part of it x is; the whole, if None."""
     for one, (low, high), (begin, _) in zip(kinds.axes, region, within or [(0, 0)] * len(region), strict=True):
-        x = x.narrow(one.dims[v], low - begin, high - low)
+        x = cut_out(x, one.dims[v], low - begin, high - low)
     return x
 
 

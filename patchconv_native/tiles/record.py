@@ -23,9 +23,9 @@ from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.forms import in_form
-from ..spatial.pointwise import OF_SHAPE
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
+from ..spatial.tensor import OF_SHAPE
 from .draws import Draws
 from .graph import Call, Graph, Ref, autocast_of, is_differentiable
 from .named import Elsewhere, check_iterators, functions_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..spatial import Range
-from ..spatial.layout import in_layout_of, joined, layout
+from ..spatial.layout import cut_out, in_layout_of, joined, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
 from .chains import run_chain
@@ -98,7 +98,7 @@ class Run:
 
         def take(rows: Tensor) -> Tensor:
             for one, (low, high), (begin, _) in zip(self.kinds.others, across, own, strict=True):
-                rows = rows.narrow(one.dims[v], low - begin, high - low)
+                rows = cut_out(rows, one.dims[v], low - begin, high - low)
             return rows
 
         return take

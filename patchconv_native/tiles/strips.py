@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..spatial import AtHand, Axes, Axis, NotServed, Range, SpatialTensor, Wanted
 from ..spatial.axis import Link
-from ..spatial.layout import empty, joined, order
+from ..spatial.layout import cut_out, empty, joined, order
 from ..spatial.products import attend
 from ..spatial.rules import RULES
 from .graph import Call, Ref, autocast_of
@@ -124,7 +124,7 @@ class _Along:
         if self.asked.probing and not all(begin <= a and b <= end for a, b in ranges):
             parts = [x.new_empty((*x.shape[:dim], b - a, *x.shape[dim + 1 :])) for a, b in ranges]
         else:
-            parts = [x.narrow(dim, a - begin, b - a) for a, b in ranges]
+            parts = [cut_out(x, dim, a - begin, b - a) for a, b in ranges]
         if not parts:
             parts = [x.narrow(dim, 0, 0)]
         for place, length in zip((0, len(parts) + 1), pads, strict=True):

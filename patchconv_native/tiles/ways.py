@@ -74,7 +74,7 @@ class Strips:
             return None
         plan = self._measured([], stored, choice)[0]
         if not fits(plan):  # what it does take is more
-            plan = self._plan(exact, *chosen(exact, self._room))
+            plan = self._plan(exact, *chosen(exact, self._room, stored=stored))
         return plan if fits(plan) else None
 
     def least(self, below: float) -> Least | None:
@@ -205,7 +205,10 @@ def least(planner: Planner, below: float) -> Found | None:
     return best
 
 
-def chosen(planner: Planner, room: int | None, strips: int | None = None, below: float = math.inf) -> Found:
+def chosen(
+    planner: Planner, room: int | None, strips: int | None = None, below: float = math.inf,
+    stored: set[int] | None = None,
+) -> Found:  # fmt: skip
     """What is stored, and the sweeps: the first choice whose peak keeps to `room` bytes, or that of the least peak.
 
     First everything is stored that is needed twice. While that is too much, the one value is left out, and computed

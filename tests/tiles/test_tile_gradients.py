@@ -277,3 +277,14 @@ def test_gradients_by_way_of_nothing(function: Any) -> None:
         wanted, found = (torch.autograd.grad(y.sum(), (x, weight), allow_unused=True) for y in of)
         torch.testing.assert_close(found, wanted)
         assert of[0].shape == of[1].shape
+
+
+def test_tiles_that_read_all_of_a_value_make_no_views_of_it() -> None:
+    """A view's backward writes zeros as large as the whole, and its gradient into them."""
+    net, x = nn.Sequential(conv(3, 8, 1), nn.ReLU(), conv(8, 4, 1)), structured((1, 3, 40, 24))
+    y = pc.tile(net.double(), x.requires_grad_(), tile=8)
+    with torch.autograd.profiler.profile() as seen:
+        y.sum().backward()
+    made = [event.name for event in seen.function_events]
+    assert made.count("aten::convolution_backward") == 10
+    assert not made.count("aten::slice_backward")
