@@ -9,6 +9,7 @@
 #include "core/build_facts.h"
 #include "core/conv_rules.h"
 #include "core/geometry.h"
+#include "core/plan.h"
 
 namespace patchconv {
 namespace {
@@ -187,6 +188,69 @@ void test_conv_rules() {
   CHECK(!has_conv_rules(90) && !prefers_native_kernel(90, query));
 }
 
+// A square image of one byte a coordinate of the big grid and four of the small one, whose convolution takes
+// them all at once.
+PlanRequest request_of(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, int64_t limit) {
+  ConvDim dim{size, 0, kernel, 1, dilation, (kernel - 1) * dilation / 2, (kernel - 1) * dilation / 2};
+  dim.small = dim.small_size();
+  PlanRequest request;
+  request.dims = {dim, dim};
+  request.batch = batch;
+  request.cost = {1, 4, 16};
+  request.whole_bytes = batch * 5 * size * size;
+  request.limit = limit;
+  return request;
+}
+
+void check_plan(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, int64_t limit,
+                int64_t threads) {
+  PlanRequest request = request_of(size, kernel, dilation, batch, limit);
+  request.threads = threads;
+  const TilePlan plan = make_plan(request);
+  CHECK_EQ(plan.whole_bytes, request.whole_bytes);
+  if (!plan.tiled) {
+    CHECK_EQ(plan.tile_bytes, request.whole_bytes);
+    const bool holes = dilation > 1 && kernel > 1;
+    CHECK(plan.reason == PlanReason::kFits ? request.whole_bytes <= limit
+                                           : plan.reason == PlanReason::kNoGain && holes);
+    return;
+  }
+  CHECK(plan.reason == PlanReason::kTooLarge);
+  CHECK(request.whole_bytes > limit);
+  CHECK(plan.batch_step >= 1 && plan.batch_step <= batch);
+  CHECK(plan.in_flight >= 1 && plan.in_flight <= threads);
+  bool smallest = plan.batch_step == 1;
+  for (const int64_t pieces : plan.pieces) {
+    CHECK(pieces >= 1 && pieces <= size);
+    smallest = smallest && pieces == size;
+  }
+  // Without holes in the kernel, the limit is kept wherever the smallest tiles do.
+  if (dilation == 1 || kernel == 1) CHECK(plan.tile_bytes <= limit || smallest);
+  // Each coordinate is read at most four times as often as the kernel has taps, in each dimension.
+  const double most = 4.0 * static_cast<double>(kernel);
+  CHECK(dilation == 1 || plan.halo_percent <= 100 * (most * most - 1));
+}
+
+void test_plans() {
+  each(check_plan, Values{1, 7, 64, 200}, Values{1, 3, 5}, Values{1, 2, 30}, Values{1, 3},
+       Values{64, 1000, 20000, 1000000}, Values{1, 2});
+}
+
+void test_asked_plans() {
+  PlanRequest request = request_of(10, 3, 1, 2, 1000000);
+  request.splits = {3, 20};
+  const TilePlan plan = make_plan(request);
+  CHECK(plan.tiled && plan.clamped && plan.reason == PlanReason::kAsked);
+  CHECK_EQ(plan.pieces[0], 3);
+  CHECK_EQ(plan.pieces[1], 10);
+  CHECK_EQ(plan.tiles_per_image(), 30);
+  request.splits = {1, 1};  // one call, whatever the limit
+  request.limit = 1;
+  CHECK(!make_plan(request).tiled);
+  request.batch = 0;
+  CHECK(make_plan(request).reason == PlanReason::kEmpty);
+}
+
 void test_build_facts() {
   // Nothing of csrc/cuda/ is compiled in here, so no facts are registered.
   CHECK(!cuda_facts().has_value());
@@ -207,6 +271,8 @@ int main() {
   test_padding();
   test_shown_at();
   test_conv_rules();
+  test_plans();
+  test_asked_plans();
   test_build_facts();
   return check::report();
 }
