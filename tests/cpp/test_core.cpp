@@ -1,4 +1,5 @@
 // Tests of core/, compiled without torch: the geometry against a loop over every tap of a small convolution.
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
@@ -218,7 +219,8 @@ void check_plan(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, i
   CHECK(plan.reason == PlanReason::kTooLarge);
   CHECK(request.whole_bytes > limit);
   CHECK(plan.batch_step >= 1 && plan.batch_step <= batch);
-  CHECK(plan.in_flight >= 1 && plan.in_flight <= threads);
+  const int64_t tiles = (batch + plan.batch_step - 1) / plan.batch_step * plan.tiles_per_image();
+  CHECK(plan.in_flight >= 1 && plan.in_flight <= std::min(threads, tiles));
   bool smallest = plan.batch_step == 1;
   for (const int64_t pieces : plan.pieces) {
     CHECK(pieces >= 1 && pieces <= size);
