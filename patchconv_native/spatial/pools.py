@@ -112,11 +112,15 @@ def _avg_pool(dims: int) -> Callable[..., Tensor]:
     return serve
 
 
+_TAKES_MOST = float(F.lp_pool1d(torch.tensor([[[2.0, 3.0]]]), math.inf, 2)) == 3
+"""Whether power pools of this torch take the largest value for an infinite power, as those of 2.14 do."""
+
+
 def _lp_pool(dims: int) -> Callable[..., Tensor]:
     """As torch's own: from the mean of the powers, also where windows at the end are cut off."""
 
     def serve(input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Tensor:
-        if math.isinf(norm_type):
+        if math.isinf(norm_type) and _TAKES_MOST:
             most: Any = _max_pool(dims)(input.abs() * math.copysign(1, norm_type), kernel_size, stride, 0, 1, ceil_mode)
             return most.abs()
         if norm_type == 0:

@@ -13,6 +13,8 @@ from bench import from_disk, measure
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+
     def here(target: str, timeout: float, **arguments: Any) -> Any:
         return getattr(from_disk, target.partition(":")[2])(**arguments)
 

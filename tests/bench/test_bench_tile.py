@@ -11,6 +11,8 @@ from bench import measure, tile, tile_speed
 
 
 def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+
     def here(target: str, timeout: float, **arguments: Any) -> Any:
         return getattr(tile, target.partition(":")[2])(**arguments)
 
@@ -38,6 +40,7 @@ def test_stock_is_predicted() -> None:
 
 
 def test_speed_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
     fresh = measure.in_fresh_process
 
     def measured(target: str, timeout: float, kept: bool = False, **given: Any) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
+# Power pools of torch 2.11 give ones, and gradients of NaN, for an infinite power.
+_TAKES_MOST = float(F.lp_pool1d(torch.tensor([[[2.0, 3.0]]]), float("inf"), 2)) == 3
+
 
 class Apply(nn.Module):
     """A function, as a module."""
@@ -92,14 +95,15 @@ def windows(dims: int) -> Makers:
         "average pool, to the ceiling": lambda: avg_pool((4, 3, 2)[:dims], (3, 2, 3)[:dims], 1, ceil_mode=True),
         "power pool": lambda: of("LPPool", dims)(2, 3, 2),
         "power pool, to the ceiling": lambda: of("LPPool", dims)(4, 3, ceil_mode=True),
-        "power pool of most": lambda: of("LPPool", dims)(float("inf"), 2),
-        "power pool of least": lambda: of("LPPool", dims)(-float("inf"), 2, 1),
         "called directly": lambda: Apply(lambda x: convolved(x, False)),
         "transposed, called directly": lambda: Apply(lambda x: convolved(x, True)),
         "adaptive pool": lambda: of("AdaptiveAvgPool", dims)((5, 7, 3)[:dims]),
         "adaptive pool of most": lambda: of("AdaptiveAvgPool", dims)((4, None, 2)[:dims]),
         "adaptive max pool": lambda: of("AdaptiveMaxPool", dims)((5, 7, 3)[:dims]),
-    }  # fmt: skip
+    } | ({
+        "power pool of most": lambda: of("LPPool", dims)(float("inf"), 2),
+        "power pool of least": lambda: of("LPPool", dims)(-float("inf"), 2, 1),
+    } if _TAKES_MOST else {})  # fmt: skip
 
 
 def others(dims: int) -> Makers:
