@@ -91,13 +91,39 @@ bool reads_past_end(const ConvProblem& problem) {
          std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
 }
 
-// Two bugs of oneDNN's kernels for AMX (bfloat16 on newer Xeons), in stock PyTorch too. A result that is one
-// column wide is wrong under a column stride.
-bool single_column(int64_t width, const ConvDim& column) { return width == 1 && column.stride > 1; }
+// More bugs of its kernels for half precision, in stock PyTorch too, most of them in those for AMX (newer
+// Xeons): wrong numbers, or memory that is not theirs. Found by random convolutions; what is refused here is
+// more than what was seen to fail.
+bool wrong_in_half(const ConvProblem& problem, at::IntArrayRef sizes, at::IntArrayRef padding) {
+  bool thin = false;   // the image, thinner than the kernel
+  bool skips = false;  // coordinates of the image, between two positions of the kernel
+  for (size_t d = 0; d < problem.dims.size(); ++d) {
+    thin = thin || sizes[d] < problem.dims[d].reach();
+    skips = skips || problem.dims[d].stride > problem.dims[d].reach();
+  }
+  const ConvDim& column = problem.dims.back();
+  const int64_t channels = problem.big_channels / problem.groups;
+  const int64_t width = (sizes.back() + 2 * padding.back() - column.reach()) / column.stride + 1;
+  const bool one_column = width == 1 && column.stride > 1;
+  const bool padded_steps = column.stride > 4 && padding.back() > 0;
+  const bool wide_kernel = channels < 32 && column.kernel > 1 && column.kernel * channels >= 64;
+  return thin || skips || one_column || padded_steps || reads_past_end(problem) || (wide_kernel && has_amx());
+}
 
-// Weight gradients are wrong where the image has fewer columns than the stride.
-bool narrower_than_stride(const ConvProblem& problem) {
-  return problem.dims.back().big < problem.dims.back().stride;
+// Of input gradients, those of volumes.
+bool input_gradient_wrong_in_half(const ConvProblem& problem) {
+  return problem.dims.size() == 3 &&
+         std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) {
+           return d.big < d.reach() || d.stride > d.reach() || d.stride > 2;
+         });
+}
+
+// Weight gradients in half precision are wrong where the image has fewer columns than the stride, and in
+// three dimensions where it is thinner than the kernel.
+bool weight_gradient_wrong_in_half(const ConvProblem& problem) {
+  return problem.dims.back().big < problem.dims.back().stride ||
+         std::any_of(
+             problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.big < d.reach(); });
 }
 
 // Contiguous, with the strides of a contiguous tensor: with one channel, other strides could also mean
@@ -184,9 +210,7 @@ class CpuEngine : public ConvEngine {
                   const ConvProblem& problem, at::IntArrayRef padding) const override {
     if (!computed_by_onednn(tile.scalar_type()))
       return ConvEngine::convolve(tile, weight, bias, problem, padding);
-    const ConvDim& column = problem.dims.back();
-    const int64_t width = (tile.size(-1) + 2 * padding.back() - column.reach()) / column.stride + 1;
-    if (is_half(tile.scalar_type()) && single_column(width, column)) {
+    if (is_half(tile.scalar_type()) && wrong_in_half(problem, tile.sizes().slice(2), padding)) {
       const auto wide = bias ? std::optional<Tensor>(bias->to(at::kFloat)) : std::nullopt;
       return convolve(tile.to(at::kFloat), weight.to(at::kFloat), wide, problem, padding)
           .to(tile.scalar_type());
@@ -210,10 +234,13 @@ class CpuEngine : public ConvEngine {
                    at::MemoryFormat format) const override {
     const bool half = is_half(dtype) && multiplies_half(dtype);
     if (pass == ConvPass::kWeight)
-      return (channels_last(format) && writes_past_end(problem)) || (half && narrower_than_stride(problem));
-    if (pass != ConvPass::kSmall || !computed_by_onednn(dtype)) return false;
-    const ConvDim& column = problem.dims.back();
-    return (half && (crashes_in_half(problem) || single_column(column.small, column))) ||
+      return (channels_last(format) && writes_past_end(problem)) ||
+             (half && weight_gradient_wrong_in_half(problem));
+    if (pass == ConvPass::kBig) return half && input_gradient_wrong_in_half(problem);
+    if (!computed_by_onednn(dtype)) return false;
+    const auto big = values(problem, &ConvDim::big);
+    return (half && (crashes_in_half(problem) ||
+                     wrong_in_half(problem, big, values(problem, &ConvDim::pad_before)))) ||
            (channels_last(format) && reads_past_end(problem));
   }
 

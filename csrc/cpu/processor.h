@@ -11,4 +11,7 @@ bool multiplies_half(c10::ScalarType dtype);
 // Whether oneDNN has its kernels for AVX-512 here.
 bool has_avx512();
 
+// Whether the processor has tiles of matrices (AMX).
+bool has_amx();
+
 }  // namespace patchconv
