@@ -30,6 +30,15 @@ def bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def megapixels(axes: Any, measured: list[float]) -> None:
+    """A logarithmic axis of image sizes, with those that were measured on it."""
+    axes.set_xscale("log")
+    at = sorted(set(measured))
+    axes.set_xticks(at, [f"{pixels:.2g}" if pixels < 100 else f"{pixels:.0f}" for pixels in at])
+    axes.minorticks_off()
+    axes.set_xlabel("megapixels", fontsize=8)
+
+
 def bars(axes: Any, names: list[str], label: str, room: float = 1.0) -> None:
     """Axes of horizontal bars from the top down, with `room` at the right for numbers."""
     axes.set_yticks(range(len(names)), names)

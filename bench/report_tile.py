@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .drawing import COLOURS, bare, canvas, foot
+from .drawing import COLOURS, bare, canvas, foot, megapixels
 from .measure import MIB
 from .tables import Row, Section, mib, spread, verdict
 
@@ -99,13 +99,9 @@ def figure(data: Row) -> Any:
             )  # fmt: skip
             for one in (one for one in mine if one.get("predicted")):
                 axes.plot(_pixels(one), one["peak"] / MIB, marker="o", markersize=6, color="white", mec=colour)
-        axes.set_xscale("log")
         axes.set_yscale("log")
-        at = sorted({_pixels(row) for row in rows})
-        axes.set_xticks(at, [f"{pixels:.2g}" if pixels < 100 else f"{pixels:.0f}" for pixels in at])
-        axes.minorticks_off()
+        megapixels(axes, [_pixels(row) for row in rows])
         axes.set_title(TITLES[case], fontsize=9)
-        axes.set_xlabel("megapixels", fontsize=8)
         axes.legend(fontsize=7, frameon=False)
         bare(axes)
     places[0][0].set_ylabel("peak, MiB (hollow: predicted)", fontsize=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .drawing import COLOURS, bare, canvas, foot
+from .drawing import COLOURS, bare, canvas, foot, megapixels
 from .measure import MIB
 from .tables import Row, Section, mib, verdict
 
@@ -78,10 +78,9 @@ def figure(data: Row) -> Any:
                 linestyle=["-", ":", "--", "-.", "-"][number % 5], label=form,
                 color=COLOURS["ours" if form.startswith("tile") else "stock"],
             )  # fmt: skip
-        axes.set_xscale("log")
         axes.set_yscale("log")
+        megapixels(axes, [row["side"] ** 2 / 1e6 for row in rows])
         axes.set_title(TITLES[case], fontsize=9)
-        axes.set_xlabel("megapixels", fontsize=8)
         axes.legend(fontsize=7, frameon=False)
         bare(axes)
     places[0][0].set_ylabel("peak of a step, MiB", fontsize=8)
