@@ -95,11 +95,12 @@ bool reads_past_end(const ConvProblem& problem) {
 // Xeons): wrong numbers, or memory that is not theirs. Found by random convolutions; what is refused here is
 // more than what was seen to fail.
 bool wrong_in_half(const ConvProblem& problem, at::IntArrayRef sizes, at::IntArrayRef padding) {
+  const bool volume = problem.dims.size() == 3;
   bool thin = false;   // the image, thinner than the kernel
-  bool skips = false;  // coordinates of the image, between two positions of the kernel
-  for (size_t d = 0; d < problem.dims.size(); ++d) {
+  bool skips = false;  // two and more coordinates of the image, between two positions of the kernel
+  for (size_t d = 0; volume && d < problem.dims.size(); ++d) {
     thin = thin || sizes[d] < problem.dims[d].reach();
-    skips = skips || problem.dims[d].stride > problem.dims[d].reach();
+    skips = skips || problem.dims[d].stride > problem.dims[d].reach() + 1;
   }
   const ConvDim& column = problem.dims.back();
   const int64_t channels = problem.big_channels / problem.groups;
@@ -113,17 +114,17 @@ bool wrong_in_half(const ConvProblem& problem, at::IntArrayRef sizes, at::IntArr
 // Of input gradients, those of volumes.
 bool input_gradient_wrong_in_half(const ConvProblem& problem) {
   return problem.dims.size() == 3 &&
-         std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) {
-           return d.big < d.reach() || d.stride > d.reach() || d.stride > 2;
-         });
+         std::any_of(problem.dims.begin(), problem.dims.end(),
+                     [](const ConvDim& d) { return d.big < d.reach() || d.stride > 2; });
 }
 
 // Weight gradients in half precision are wrong where the image has fewer columns than the stride, and in
 // three dimensions where it is thinner than the kernel.
 bool weight_gradient_wrong_in_half(const ConvProblem& problem) {
   return problem.dims.back().big < problem.dims.back().stride ||
-         std::any_of(
-             problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.big < d.reach(); });
+         (problem.dims.size() == 3 &&
+          std::any_of(
+              problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.big < d.reach(); }));
 }
 
 // Contiguous, with the strides of a contiguous tensor: with one channel, other strides could also mean
