@@ -183,7 +183,8 @@ def check_values(name: str, c: Configuration, count: int, *values: Tensor) -> No
     accumulator = min(unit, UNIT[torch.float32])
     tiny = 2.0**-25 if c.dtype == "float16" else 0.0
     error = (got.double() - wanted).abs()
-    stock_error = (theirs.double() - wanted).abs().max()
+    # Where oneDNN reads freed memory, stock's own result may be NaN.
+    stock_error = (theirs.double() - wanted).abs().max().nan_to_num(0.0, 0.0)
     if name == "grad_input":  # padding that shows an element again adds to its gradient
         count *= copies(c)
     slack = unit * wanted.abs().max() + 2 * accumulator * count**0.5 * total.abs().max() + tiny
