@@ -91,40 +91,41 @@ bool reads_past_end(const ConvProblem& problem) {
          std::any_of(problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.stride > 1; });
 }
 
+// Whether a volume is thinner than the kernel.
+bool thin_volume(const ConvProblem& problem, at::IntArrayRef sizes) {
+  bool thin = false;
+  for (size_t d = 0; d < problem.dims.size(); ++d) thin = thin || sizes[d] < problem.dims[d].reach();
+  return thin && problem.dims.size() == 3;
+}
+
 // More bugs of its kernels for half precision, in stock PyTorch too, most of them in those for AMX (newer
-// Xeons): wrong numbers, or memory that is not theirs. Found by random convolutions; what is refused here is
-// more than what was seen to fail.
+// Xeons): wrong numbers, or memory that is not theirs. Found by random convolutions. What is computed in
+// float32 for them is more than what was seen to fail. This is about forward passes over such an image.
 bool wrong_in_half(const ConvProblem& problem, at::IntArrayRef sizes, at::IntArrayRef padding) {
-  const bool volume = problem.dims.size() == 3;
-  bool thin = false;   // the image, thinner than the kernel
-  bool skips = false;  // two and more coordinates of the image, between two positions of the kernel
-  for (size_t d = 0; volume && d < problem.dims.size(); ++d) {
-    thin = thin || sizes[d] < problem.dims[d].reach();
-    skips = skips || problem.dims[d].stride > problem.dims[d].reach() + 1;
-  }
   const ConvDim& column = problem.dims.back();
   const int64_t channels = problem.big_channels / problem.groups;
   const int64_t width = (sizes.back() + 2 * padding.back() - column.reach()) / column.stride + 1;
   const bool one_column = width == 1 && column.stride > 1;
   const bool padded_steps = column.stride > 4 && padding.back() > 0;
+  const bool skips = problem.dims.size() == 3 &&  // two and more coordinates between positions of the kernel
+                     std::any_of(problem.dims.begin(), problem.dims.end(),
+                                 [](const ConvDim& d) { return d.stride > d.reach() + 1; });
   const bool wide_kernel = channels < 32 && column.kernel > 1 && column.kernel * channels >= 64;
-  return thin || skips || one_column || padded_steps || reads_past_end(problem) || (wide_kernel && has_amx());
+  return thin_volume(problem, sizes) || skips || one_column || padded_steps || reads_past_end(problem) ||
+         (wide_kernel && has_amx());
 }
 
-// Of input gradients, those of volumes.
+// Input gradients are wrong for thin volumes, and for volumes with strides of three and more.
 bool input_gradient_wrong_in_half(const ConvProblem& problem) {
-  return problem.dims.size() == 3 &&
-         std::any_of(problem.dims.begin(), problem.dims.end(),
-                     [](const ConvDim& d) { return d.big < d.reach() || d.stride > 2; });
+  return thin_volume(problem, values(problem, &ConvDim::big)) ||
+         (problem.dims.size() == 3 && std::any_of(problem.dims.begin(), problem.dims.end(),
+                                                  [](const ConvDim& d) { return d.stride > 2; }));
 }
 
-// Weight gradients in half precision are wrong where the image has fewer columns than the stride, and in
-// three dimensions where it is thinner than the kernel.
+// Weight gradients are wrong for thin volumes, and where the image has fewer columns than the stride.
 bool weight_gradient_wrong_in_half(const ConvProblem& problem) {
   return problem.dims.back().big < problem.dims.back().stride ||
-         (problem.dims.size() == 3 &&
-          std::any_of(
-              problem.dims.begin(), problem.dims.end(), [](const ConvDim& d) { return d.big < d.reach(); }));
+         thin_volume(problem, values(problem, &ConvDim::big));
 }
 
 // Contiguous, with the strides of a contiguous tensor: with one channel, other strides could also mean

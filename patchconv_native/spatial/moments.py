@@ -238,15 +238,21 @@ class _Placed(Function):
         rstd, grad = (var + ctx.eps).rsqrt(), grads[0].to(dtype)
         scale = rstd if weight is None else rstd * weight.double()
         size = torch.broadcast_shapes(scale.shape, () if bias is None else bias.shape)
+
+        def added(t: Tensor) -> Tensor:
+            t = t.sum_to_size(size)
+            return t if size == x.shape else t.double()  # a number for each place stays as it is
+
+        scale = scale.to(dtype) if size == x.shape else scale
         found: list[Tensor | None] = [None] * 6
         if needs[2] or needs[3]:
-            summed = grad.sum_to_size(size).double()
+            summed = added(grad)
             found[2] = summed.sum_to_size(bias.shape).to(bias.dtype) if needs[2] else None
-            found[3] = -(summed * scale).sum_to_size(mean.shape) if needs[3] else None
+            found[3] = -(summed * scale).sum_to_size(mean.shape).double() if needs[3] else None
         if needs[1] or needs[4]:
-            summed = (x - mean.to(dtype)).mul_(grad).sum_to_size(size).double()
-            found[1] = (summed * rstd).sum_to_size(weight.shape).to(weight.dtype) if needs[1] else None
-            found[4] = (summed * scale).sum_to_size(var.shape) * rstd.square() * -0.5 if needs[4] else None
+            summed = added((x - mean.to(dtype)).mul_(grad))
+            found[1] = (summed * rstd.to(summed.dtype)).sum_to_size(weight.shape).to(weight.dtype) if needs[1] else None
+            found[4] = (summed * scale).sum_to_size(var.shape).double() * rstd.square() * -0.5 if needs[4] else None
         if needs[0]:
             found[0] = (grad * scale.to(dtype)).to(x.dtype)
         return tuple(found)

@@ -13,7 +13,7 @@ In half precision, most of them on processors with AMX:
 
 4. F.conv2d is wrong where the result is one column wide and the columns have a stride.
 5. Weight gradients are wrong where the image has fewer columns than their stride.
-6. Kernels four or eight columns wide are wrong with 8 to 28 input channels.
+6. Kernels four, six or eight columns wide are wrong with 8 to 28 input channels.
 7. Volumes: results are garbage, or the process dies, where the image is thinner than the kernel, or a stride is longer
    than the kernel. So are input gradients there, and with strides of 3 and more, and weight gradients of thin images.
 8. Results are wrong with padded columns and a stride of 8.
