@@ -6,10 +6,12 @@
 // synchronises. Accumulation is cuDNN's: float32 for half precision and float32 (TF32 where torch allows it).
 #include <ATen/Context.h>
 #include <ATen/ops/cudnn_convolution.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/util/accumulate.h>
 
 #include "cuda/conv_native.h"
+#include "cuda/conv_turn.h"
 #include "ops/conv_rooms.h"
 #include "tiled/passes.h"
 
@@ -66,6 +68,31 @@ class CudaEngine : public ConvEngine {
                               context.allowTF32CuDNN(at::Float32Op::CONV));
     if (bias.has_value()) out.add_(bias->view({1, -1, 1, 1}));
     return true;
+  }
+
+  Tensor load(const Tensor& source, const Region& region, PaddingMode mode,
+              const TileStyle& style) const override {
+    const Tensor images = source.narrow(0, region.batch.begin, region.batch.size());
+    bool inside = true;
+    std::vector<int64_t> first;
+    for (size_t d = 0; d < region.ranges.size(); ++d) {
+      const Range& range = region.ranges[d];
+      first.push_back(range.begin);
+      inside = inside && range.begin >= 0 && range.end <= source.size(static_cast<int64_t>(2 + d));
+    }
+    if (backend() != Backend::kAten && source.scalar_type() == style.dtype &&
+        (inside || mode == PaddingMode::kZeros)) {
+      const Tensor tile =
+          at::empty(region.sizes(source.size(1)), source.options().memory_format(style.format));
+      if (tile.numel() > 0 && copy_turned(images, first, tile)) return tile;
+    }
+    return ConvEngine::load(source, region, mode, style);
+  }
+
+  void store(const Tensor& tile, const Region& region, const Tensor& target) const override {
+    const std::vector<int64_t> first(region.ranges.size(), 0);
+    if (backend() != Backend::kAten && copy_turned(tile, first, region.view(target))) return;
+    ConvEngine::store(tile, region, target);
   }
 
   NativeKernel native_kernel(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype,

@@ -239,6 +239,43 @@ def test_rules_choose_under_auto():
     assert of(x.double(), w.double(), 1, "native", "fprop") == "plain"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to_channels", [True, False])
+def test_tiles_are_turned_to_the_other_layout(dtype, to_channels):
+    """Boxes of images and volumes, which may reach over every border, to the bit."""
+    torch.manual_seed(3)
+    layouts = torch.contiguous_format, {4: torch.channels_last, 5: torch.channels_last_3d}
+    for size, first, box in (
+        ((2, 70, 30, 130), (0, 0), (30, 130)), ((1, 16, 9, 200), (3, 5), (4, 70)), ((2, 65, 12, 40), (-2, -1), (9, 44)),
+        ((1, 20, 12, 40), (11, 33), (5, 20)), ((1, 130, 5, 7, 33), (-1, 2, 0), (7, 4, 33)),
+    ):  # fmt: skip
+        x = torch.randn(size).to(dtype)
+        before, after = (layouts[0], layouts[1][x.dim()])[:: 1 if to_channels else -1]
+        x = x.contiguous(memory_format=before)
+        to = torch.full((*size[:2], *box), torch.nan, dtype=dtype).contiguous(memory_format=after)
+        assert host().copy_turned(x, first, to)
+        around = [n for f, b, s in zip(first, box, size[2:], strict=True) for n in (max(0, -f), max(0, f + b - s))]
+        pads = [n for d in reversed(range(len(box))) for n in around[2 * d : 2 * d + 2]]
+        inside = tuple(slice(max(0, f), min(s, f + b)) for f, b, s in zip(first, box, size[2:], strict=True))
+        want = nn.functional.pad(x[(..., *inside)], pads)
+        assert torch.equal(to, want)
+        # Into a view: around it nothing is written.
+        assert host().copy_turned(x, first, to.fill_(7)[..., :-1])
+        want[..., -1] = 7
+        assert torch.equal(to, want)
+
+
+def test_what_is_not_turned():
+    x = torch.randn(1, 32, 20, 40)
+    last = x.to(memory_format=torch.channels_last)
+    for source, to in (
+        (x, torch.empty_like(x)), (last, torch.empty_like(last)), (x, torch.empty_like(last, dtype=torch.float64)),
+        (x.double(), torch.empty_like(last, dtype=torch.float64)), (x[:, :8], torch.empty_like(last[:, :8])),
+    ):  # fmt: skip
+        kept = to.fill_(7).clone()
+        assert not host().copy_turned(source, (0, 0), to) and torch.equal(to, kept)
+
+
 @needs_kernels
 def test_explain_names_the_kernel():
     """Also where there is no GPU."""

@@ -8,6 +8,7 @@
 #include "core/conv_rules.h"
 #include "core/settings.h"
 #include "cuda/conv_native.h"
+#include "cuda/conv_turn.h"
 #include "cuda/kernel_call.h"
 #include "ops/activation.h"
 #include "ops/conv_rooms.h"
@@ -154,6 +155,7 @@ TORCH_LIBRARY(patchconv_host, m) {
       "fused(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? residual, int[] stride, int[] "
       "padding, int[] dilation, int groups, str mode, int[]? splits) -> (Tensor, Tensor)",
       &fused);
+  m.def("copy_turned(Tensor source, int[] first, Tensor(a!) to) -> bool", &copy_turned);
   m.def("kernels_that_ran() -> str", &kernels_that_ran);
   m.def("set_workspace_limit(int bytes) -> ()", [](int64_t bytes) { set_workspace_limit(bytes); });
   m.def("choice(Tensor input, Tensor weight, int groups, str backend, str rule) -> str", &choice);

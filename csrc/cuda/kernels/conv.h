@@ -182,4 +182,17 @@ bool conv_stem_serves(Type type, const ConvSums& call, int shared_limit);
 int64_t conv_stem_packed_elements(Type type, const ConvSums& call);
 void launch_conv_stem(Type type, bool strict, const ConvSums& call, void* packed, Stream stream);
 
+// ---------------------------------------------------------------------------------------------------------
+// A box of a tensor, copied into all of another one. In one of them channels are contiguous, in the other
+// columns.
+
+struct ConvTurn {
+  ConvTensor from, to;
+  int64_t images = 0, channels = 0;
+  int64_t sizes[3] = {1, 1, 1};    // of the box: depth, rows, columns
+  int64_t first[3] = {0, 0, 0};    // where it begins in the source; what lies outside of the source is zero
+  int64_t extents[3] = {1, 1, 1};  // of the source
+};
+void launch_conv_turn(int element_bytes, const ConvTurn& turn, Stream stream);
+
 }  // namespace patchconv::kernels
