@@ -202,9 +202,14 @@ Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input,
   // Parameters in the dtype of the statistics: with parameters in half precision, stock would want statistics
   // in half precision too.
   const OptionalTensor scale = parameter(weight, mean.scalar_type());
-  return training ? at::native_batch_norm_backward(g, input, scale, {}, {}, mean, inverse_deviation(var, eps),
-                                                   true, eps, mask)
-                  : at::native_batch_norm_backward(g, input, scale, mean, var, {}, {}, false, eps, mask);
+  if (training) {
+    return at::native_batch_norm_backward(g, input, scale, {}, {}, mean, inverse_deviation(var, eps), true,
+                                          eps, mask);
+  }
+  // On CUDA stock wants the statistics of a batch even where there are none: empty, as its forward pass
+  // returns them.
+  const Tensor none = at::empty({0}, mean.options());
+  return at::native_batch_norm_backward(g, input, scale, mean, var, none, none, false, eps, mask);
 }
 
 std::tuple<Tensor, Tensor> batch_norm_backward_with_aten_(Tensor& grad, const Tensor& input,
