@@ -129,7 +129,7 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
     rows = data["rows"] = []
     for work in in_time(works(size), left, missing, lambda work: f"networks: {work}"):
         stock = 0
-        for form in in_time(forms(work), left, missing, lambda form, work=work: f"networks: {work} {form}"):
+        for form in in_time(forms(work), left, missing, f"networks: {work} {{}}".format):
             row: dict[str, Any] = {"case": work.case, "side": work.side, "train": work.train, "form": form}
             row |= guarded(partial(_measured, work, form, device, stock), device)
             stock = row.get("peak", 0) if form == STOCK else stock
@@ -140,7 +140,8 @@ def measure_section(size: str, device: str, data: dict[str, Any], save: Save, le
             print(f"{work!s:<28} {form:<44} {outcome}", flush=True)
             save()
     side = tile.EXACT[size]
-    for case in in_time(dict.fromkeys(work.case for work in works(size)), left, missing, lambda case: f"networks: error of {case}"):
+    names = dict.fromkeys(work.case for work in works(size))
+    for case in in_time(names, left, missing, "networks: error of {}".format):
         data.setdefault("errors", {})[case] = found = guarded(partial(errors, case, side, device), device)
         print(f"{case:<28} error of stock and of tiles in units of it: {found}", flush=True)
     save()

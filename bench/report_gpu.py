@@ -14,6 +14,7 @@ from .measure import GIB, MIB
 from .tables import Row, Rows, Section, mib, spread, targets, verdict
 from .tune_rules import Rule
 
+NAMED = 20  # of what was not reached
 FUSED = {"cudnn_convolution_relu": "#b56576", "cudnn front end": "#6d597a"}  # rivals of fused convolutions
 KERNEL_TITLES = {OF_COPY: "share of copy's rate", OF_STOCK: "stock's time in units of ours"}
 CONV_TITLES = {
@@ -38,6 +39,7 @@ def gpu(data: Row) -> Iterator[Section]:
     for part, rows in data.get("kernels", {}).items():
         yield from kernels(part, rows)
     yield from convs(data.get("convs", {}))
+    yield from networks(data.get("networks", {}))
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _memory),
         ("speed", "Time, ms, median (least to most), level-2 cache flushed before every call", _time),
@@ -45,7 +47,9 @@ def gpu(data: Row) -> Iterator[Section]:
         if data.get(key):
             yield _variants(title, data[key], cell, floor=key == "speed")
     if data.get("missing"):
-        yield Section("Not reached in time: " + "; ".join(data["missing"]))
+        missing = data["missing"]
+        more = [f"and {len(missing) - NAMED} more, which the .json names"] if len(missing) > NAMED else []
+        yield Section("Not reached in time: " + "; ".join([*missing[:NAMED], *more]))
 
 
 def _variants(title: str, rows: Rows, cell: Callable[[Row], str], floor: bool) -> Section:
@@ -217,6 +221,34 @@ def _conv_facts(row: Row) -> list[str]:
           for found in (native, row["sides"][AUTO])),
         ", ".join(CONV_TITLES[name] for name, met in row["met"].items() if not met),
     ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole networks by tiles (bench.gpu_tile)
+
+
+def networks(data: Row) -> Iterator[Section]:
+    rows = data.get("rows", [])
+    stock = {(row["case"], row["side"], row["train"]): row for row in rows if row["form"] == "stock"}
+    lines: list[list[object]] = []
+    for row in rows:
+        line = [row["case"] + ", training step" * row["train"], row["side"], row["form"]]
+        if "error" in row:
+            lines.append([*line, row["error"], "", "", ""])
+            continue
+        base = stock[row["case"], row["side"], row["train"]].get("seconds")
+        ratio = f"{row['seconds'] / base:.2f}" if base else ""
+        budget = mib(row["budget"]) if row["budget"] else ""
+        lines.append([*line, mib(row["peak"]), budget, f"{row['seconds']:.4f}", ratio])
+    if rows:
+        head = ["network", "side", "form", "peak, MiB", "budget, MiB", "seconds", "in units of stock's"]
+        what = "Peak above parameters, input and result; the first call, which plans, is not timed."
+        yield Section(what, head, lines, "Whole networks, float32")
+    if data.get("errors"):
+        found = [[case, one.get("error") or f"{one['stock']:.2e}", f"{one['tile']:.3f}" if "tile" in one else ""]
+                 for case, one in data["errors"].items()]  # fmt: skip
+        head = ["network", "stock, relative", "tiles in units of it"]
+        yield Section("Root mean square against float64.", head, found)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

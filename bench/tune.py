@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ CHANNELS = (64, 128, 256, 32, 512, 16, 8, 4)  # the most important first
 UNEQUAL = ((64, 256), (256, 64), (128, 512), (512, 128), (512, 256))
 KERNELS = (("dense", 3), ("depthwise", 3), ("first layer", 7), ("dense", 1), ("first layer", 3), ("dense", 7),
            ("dense", 5), ("depthwise", 5), ("depthwise", 7))  # fmt: skip
+KINDS = tuple(dict.fromkeys(kind for kind, _ in KERNELS))
 SIZES = {"full": ((1, 1024), (32, 56), (1, 2048), (1, 512)), "tiny": ((2, 12),)}  # images, side of the output
 MOST_FLOP = 3e13  # of a point at full size: 512 channels, 7x7, at 1024 squared
 
@@ -102,9 +103,9 @@ def ends_of(kind: str, size: str) -> list[tuple[int, int, int]]:
     return [(1, c, c) for c in channels] + [(1, *ends) for ends in (UNEQUAL if size == "full" else ())]
 
 
-def grid(size: str) -> list[Shape]:
+def grid(size: str, only: Collection[str] = KINDS) -> list[Shape]:
     """Class by class, the most important first: a class is of use as a whole only."""
-    kinds = KERNELS if size == "full" else KERNELS[:2]
+    kinds = tuple(kind for kind in (KERNELS if size == "full" else KERNELS[:2]) if kind[0] in only)
     dtypes = DTYPES if size == "full" else ("bfloat16", "tf32")
     axes: tuple[tuple[Any, ...], ...] = (dtypes, kinds, (1, 2), LAYOUTS, PASSES)
     classes = list(itertools.product(*axes))
@@ -237,6 +238,7 @@ def write(path: Path, name: str, entry: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = measure.parser(__doc__, sizes=("full", "tiny"))
     parser.add_argument("--budget", type=float, default=1500.0, help="seconds (default: %(default).0f)")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="no rule takes the other kinds")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
     parser.add_argument("--rules", type=Path, default=conv_rules.PATH, help="the file (default: the package's)")
     arguments = parser.parse_args(argv)
@@ -248,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.backends.cudnn.benchmark = True
     conv_rules.remove(name)  # so that "auto" is cuDNN
     end = time.perf_counter() + arguments.budget
-    shapes = grid(arguments.size)
+    shapes = grid(arguments.size, arguments.only)
     rows = measure_all(shapes, "cuda", ROUNDS[arguments.size], lambda: end - time.perf_counter())
     rules = tune_rules.derive(points_of(shapes, rows))
     entry = {"device": gpu.name, "date": datetime.date.today().isoformat(), "torch": torch.__version__,

@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Comparisons are with float64: TensorFloat-32 would be an error of our own making.
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+    # Tests that compare bits compare two runs: cuDNN's fastest weight gradients sum in no fixed order.
+    torch.backends.cudnn.deterministic = True
 
 
 def pytest_collection_finish() -> None:

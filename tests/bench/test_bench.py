@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cases, conv_cases, conv_memory, conv_rivals, gpu, gpu_kernels, gpu_measure, kept, measure, report
+from bench import (
+    cases,
+    conv_cases,
+    conv_memory,
+    conv_rivals,
+    gpu,
+    gpu_kernels,
+    gpu_measure,
+    gpu_tile,
+    kept,
+    measure,
+    report,
+)
 from bench.cases import Case
 
 Results = Callable[..., dict[str, Any]]
@@ -152,7 +164,7 @@ def test_gpu_command_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
     """All parts but the tests', one after another into one file, which then holds every variant."""
-    one = gpu.Run(Namespace(device="cpu", size="tiny", out=tmp_path, budget=100.0))
+    one = gpu.Run(Namespace(device="cpu", size="tiny", out=tmp_path, budget=1000.0))
     for part, (work, _) in gpu.PARTS.items():
         if part not in gpu.TESTS:
             work(one)
@@ -171,14 +183,25 @@ def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
         assert [{key: row[key] for key in facts} for row in rows] == [job.facts for job in jobs("tiny")]
         assert all(row["met"].keys() == row["targets"].keys() and min(row["calls"].values()) >= 10 for row in rows)
     check_convs(data["convs"])
+    check_networks(data["networks"])
     assert not data.get("missing")
     written, picture = report.render(one.path)
     text = written.read_text()
     assert all(variant.name in text for variant in gpu_measure.VARIANTS)
     assert all(f"## {section.capitalize()}: time" in text for section in gpu_kernels.SECTIONS)
+    assert "## Whole networks" in text
     for title in ("targets", "rivals", "time, memory, error", "large tensors"):
         assert f"## Convolutions: {title}" in text
     assert picture.stat().st_size > 1000
+
+
+def check_networks(data: dict[str, Any]) -> None:
+    asked = [(work.case, work.train, form) for work in gpu_tile.works("tiny") for form in gpu_tile.forms(work)]
+    assert [(row["case"], row["train"], row["form"]) for row in data["rows"]] == asked
+    for row in data["rows"]:
+        assert row.get("error", "refused: at least").startswith("refused: at least"), row
+        assert ("error" in row and row["form"] in gpu_tile.SHARES) or row["seconds"] > 0
+    assert data["errors"].keys() == {"unet"} and data["errors"]["unet"]["tile"] < 10
 
 
 def check_convs(data: dict[str, Any]) -> None:
