@@ -65,7 +65,7 @@ def backend(name: str | None = None) -> Any:
 
     "auto" (default): the fastest code that is exact. "aten": tiles are cut, computed and joined by stock operators
     alone. "native": as "auto", and on CUDA this project's own kernels for convolutions, masks, sums with ReLU, dropout,
-    pools and norms. They have not been measured on a GPU yet, so "auto" does not use them. What backward computes
+    pools and norms. "auto" uses those for convolutions where they were measured to be faster. What backward computes
     again is computed by the code that computed it first, whatever is set by then. ValueError for other names, and for
     "native" in a build without CUDA.
     """
