@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.checks import SUMS_IN_BFLOAT16
 
 pytest.importorskip("matplotlib")
 
@@ -112,6 +113,7 @@ def test_places_are_beside_the_marks(layout: str) -> None:
         assert (0, plane // side, plane % side) in found
 
 
+@pytest.mark.skipif(SUMS_IN_BFLOAT16, reason="stock's gradients are added up in bfloat16 on this CPU")
 @pytest.mark.parametrize("what", ["output", "grad_input", "grad_weight"])
 def test_the_large_probe_notices_a_mistake(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert conv_errors.probe_large("cpu", "channels_last", 24)[1] == ""

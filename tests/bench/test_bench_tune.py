@@ -246,7 +246,7 @@ def test_a_run(dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(tune.torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(tune.measure, "report_head", lambda bench, size, device: head(bench, size))
     monkeypatch.setattr(tune.torch.backends.cudnn, "version", lambda: 92400)
-    monkeypatch.setattr(tune, "grid", lambda size, only: shapes)
+    monkeypatch.setattr(tune, "grid", lambda size, only=None: shapes)
     monkeypatch.setattr(tune, "measure_all", fake)
     monkeypatch.setattr(tune.torch.backends.cudnn, "benchmark", False)
     _C.set_conv_rules(ARCH, [{"native": True}])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checks import UNIT
+from support.checks import SUMS_IN_BFLOAT16, UNIT
 from support.native import contents, native, near, some
 from support.pairs import pairwise
 from torch import Tensor
@@ -107,6 +107,8 @@ class Case:
     number=some(range(len(SHAPES))), dtype=list(DTYPES), parts=PARTS, content=["noise", "ramp"], layout=["NCHW", "NHWC"]
 )
 def test_values_and_gradients(device, number: int, dtype: str, parts: str, content: str, layout: str, monkeypatch):
+    if device == "cpu" and dtype == "bfloat16" and SUMS_IN_BFLOAT16:
+        pytest.skip("stock's gradients are added up in bfloat16 on this CPU")
     case = Case(SHAPES[number], DTYPES[dtype], parts, content)
 
     def there(tensor: Tensor | None, wants: bool = True) -> Tensor | None:
