@@ -216,7 +216,7 @@ def check_convs(data: dict[str, Any]) -> None:
         assert row["sides"][conv_cases.NATIVE]["path"] in ("stock", "tiled", "native")
         assert (pass_ == "fprop") == (conv_rivals.CUDNN in row["sides"])
     wrong = [probe["wrong"] for probe in data["probes"]]
-    assert wrong and (SUMS_IN_BFLOAT16 or not any(wrong)), wrong
+    assert wrong and not any(found and not (SUMS_IN_BFLOAT16 and found.startswith("grad_")) for found in wrong), wrong
 
 
 @pytest.mark.parametrize(("printed", "code", "passed"), [("3 passed in 1s", 0, True), ("FAILED a\n1 failed", 1, False)])
