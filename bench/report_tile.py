@@ -20,8 +20,8 @@ TEXT = (
     "the result. Time: the least of three calls (fewer where they take more than 30 s), each form in a process of its "
     "own, one after the other; planning is done in the call before them, but with files, where each call plans. The "
     "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
-    "since stock does not fit. Rows with a date are from a later run on such a machine; a time is given in units of "
-    "stock's only where both are from one run."
+    "since stock does not fit. Rows with a date are from a later run on such a machine, that "
+    "of 2026-11-25 on one without AVX-512; a time is given in units of stock's only where both are from one run."
 )
 
 
