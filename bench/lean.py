@@ -152,7 +152,7 @@ def measure_all(size: str) -> dict[str, Any]:
         row = run("graph", ["stock", *OURS], name=name, case="all", side=side, batch=2)
         data["floors"].append({"model": name, "floor": FLOORS[name]} | row)
     for form in (*rivals(), "convert", "frozen"):
-        data["toy"] |= run("toy", [form], side=256 if size == "full" else 32)
+        data["toy"] |= run("toy", [form], side=256 if size == "full" else 64)
     for name in paper:
         for batch, cases in BATCHES.items():
             for case in cases:

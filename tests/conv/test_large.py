@@ -152,6 +152,7 @@ def test_elements_more_than_two_billion_apart(far, splits, part):
     """Images, channels or rows of the input, or of the gradient that is sent, 2^31 elements and more apart."""
     import torch
     from support import reference
+    from support.checks import SUMS_IN_BFLOAT16
 
     import patchconv_native as pc
 
@@ -176,8 +177,9 @@ def test_elements_more_than_two_billion_apart(far, splits, part):
     found = [y, *torch.autograd.grad(y, leaves, grad)]
     wants = [wanted, *torch.autograd.grad(wanted, exact, grad.contiguous().double())]
     for got, want in zip(found, wants, strict=True):
-        # One rounding to bfloat16, and those of sums of up to 80 products in float32.
-        torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=1e-4)
+        # One rounding to bfloat16, and those of sums of up to 80 products in float32. A wrong place is wrong by 5.
+        atol = 0.25 if SUMS_IN_BFLOAT16 and got is not y else 1e-4
+        torch.testing.assert_close(got.double(), want, rtol=2.0**-8, atol=atol)
 
 
 if __name__ == "__main__":

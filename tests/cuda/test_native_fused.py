@@ -166,4 +166,5 @@ def test_mistakes_are_noticed(part: str, mistake: Callable[[Tensor], Tensor], wh
 
     monkeypatch.setitem(globals(), "ops", Wrong())
     with pytest.raises(AssertionError, match=f"^{what}: error"):
-        test_values_and_gradients("cpu", 0, "bfloat16", "scale bias residual relu", "noise", "NCHW", monkeypatch)
+        dtype = "float32" if SUMS_IN_BFLOAT16 else "bfloat16"  # what is summed in bfloat16 has too wide a bound
+        test_values_and_gradients("cpu", 0, dtype, "scale bias residual relu", "noise", "NCHW", monkeypatch)

@@ -28,7 +28,7 @@ class Net(nn.Module):
 def test_a_tiled_model_is_predicted(part: str, train: bool) -> None:
     model, x = Net(), torch.randn(2, 8, 96, 80)
     stock = pc.memory.trace(copy.deepcopy(model), x, train=train, fake=True).peak
-    pc.tile_modules(model, part, "1MiB")
+    pc.tile_modules(model, part, "768KiB")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     meta = pc.memory.trace(model, x.to("meta"), train=train, fake=True).peak
     fake = pc.memory.trace(model, x, train=train, fake=True).peak

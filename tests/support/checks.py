@@ -27,7 +27,9 @@ from support.configurations import DTYPES, Configuration, Tensors, build, build_
 from support.threads import threads
 
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-SUMS_IN_BFLOAT16 = torch.backends.cpu.get_cpu_capability() != "AVX512"
+ON_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Where oneDNN's workspace is known."""
+SUMS_IN_BFLOAT16 = not ON_AVX512
 """Whether stock adds the products of small bfloat16 gradients up in bfloat16 on this CPU: far from one rounding."""
 NAMES = ("output", "grad_input", "grad_weight", "grad_bias")
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.checks import ON_AVX512
 from support.modules import of_torchvision
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
@@ -25,9 +26,6 @@ from patchconv_native._budget import MARGIN, least_budget
 from patchconv_native.memory.peaks import allocated_peak
 from patchconv_native.tiles import tiling
 from patchconv_native.tiles.plan import RECORDING
-
-ON_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-"""Where oneDNN's workspace is known."""
 
 SEEDS = (7, *((2, 3, *range(SWEEP_SEED, SWEEP_SEED + 40)) if FULL else ()))
 KINDS = "conv conv conv mode depthwise point dilated act act batch group instance layer max avg strided up add cat gate"
