@@ -1,6 +1,7 @@
 """Trains on one image that is spread over several processes: each has a strip of rows.
 
     torchrun --nproc-per-node 2 several_devices.py --side 512
+    torchrun --nproc-per-node 2 several_devices.py --budget 16MiB    # each computes its rows strip by strip
     torchrun --nproc-per-node 4 several_devices.py --device cuda     # one GPU per process; not run on GPUs yet
 
 Outputs and gradients are those of one process, to rounding: the first rank checks the first step.
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--budget", help="bytes that a step may take on each rank, such as 16MiB")
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo" if arguments.device == "cpu" else "nccl")
@@ -45,6 +47,8 @@ def main() -> None:
     image = torch.rand(1, 3, arguments.side, arguments.side, device=arguments.device)  # the same on every rank
     target = image.mean(1, keepdim=True)
     model = pc.distributed.spatial(pc.convert(model, functional=True), mesh, dims="H")
+    if arguments.budget:
+        pc.tile_modules(model, "", arguments.budget)
     x, part = (pc.distributed.scatter(whole, mesh, dims="H") for whole in (image, target))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

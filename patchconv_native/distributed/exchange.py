@@ -72,8 +72,8 @@ def _send_back(
     fresh: bool,
 ) -> Tensor:  # fmt: skip
     """Backward: gradients of what was received go to its owners and are added there. fresh: to `grad` in place."""
-    shape, dtype, device, format = like
     if grad is None:
+        shape, dtype, device, format = like
         grad, fresh = torch.zeros(shape, dtype=dtype, device=device).contiguous(memory_format=format), True
     sends, receives = [], []
     for (peer, count), g in zip(moves.receives, received, strict=True):
@@ -122,6 +122,22 @@ class _SendBack(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return (None, None, None, None, *_Exchange.apply(grads[0], *ctx.given, False, None))
+
+
+def give_back(x: Tensor, dim: int, group: Any, moves: Moves, index: int, into: Tensor) -> None:
+    """As `Ranks.give_back`, for the rank of number `index`."""
+    received: dict[int, list[Tensor]] = {}
+    place = 0
+    for owner, begin, length in moves.pieces:
+        piece = x.narrow(dim, place, length)
+        place += length
+        if owner == index:
+            into.narrow(dim, begin, length).add_(piece)
+        else:
+            received.setdefault(owner, []).append(piece)
+    if moves.anyone:
+        back = [_joined(received[peer], dim) for peer, _ in moves.receives]
+        _send_back(into, [*back], (), dim, group, moves, fresh=True)
 
 
 class Exchange:

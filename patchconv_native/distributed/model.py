@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from ..spatial import Axes, Axis, SpatialTensor
+from ..spatial import Axes, Axis, NotServed, SpatialTensor
 from ..spatial.norms import statistics_over
 from ..spatial.operands import scattered
+from ..tiles.record import Recorded
 from ..wrap import Wrapped, add_kind, reason_against
 from .moving import gather, groups_on_mesh, scatter, takes
 from .ranks import Ranks, group_of, same_everywhere
@@ -67,6 +68,8 @@ class _Synced(Wrapped):
 
     def forward(self, input: Tensor) -> Tensor:
         module: Any = self
+        if module.training and isinstance(input, Recorded):
+            raise NotServed("SyncBatchNorm in training is not served in tiles of parts of an image")
         if not module.training or not isinstance(input, SpatialTensor):
             return super().forward(input)
         group = module.process_group or dist.group.WORLD
@@ -166,6 +169,8 @@ def spatial(model: nn.Module, mesh: Any, dims: str = "H", gather: Which | Iterab
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         nonlocal looked
+        if any(isinstance(leaf, Recorded) for leaf in tree_leaves((args, kwargs))):
+            return args, kwargs  # tile has what there is of an image, and looks at random states itself
         if module.training and not looked:
             looked = True
             if not same_everywhere(_random_state(axes), axes):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import _library
 from ..spatial import Axis, Wanted
-from .exchange import Exchange
+from .exchange import Exchange, give_back
+from .moves import moves_for
 from .traffic import count_reduced
 
 _geometry = _library.load().geometry
@@ -41,6 +42,12 @@ class Ranks:
         fresh: bool = False,
     ) -> Exchange:  # fmt: skip
         return Exchange(self.group, x, dim, axis, wanted, pads, fill, fresh)
+
+    def give_back(self, x: Tensor, dim: int, axis: Axis, wanted: Wanted, into: Tensor) -> None:
+        """The way back of `fetch`, where parts are differentiated one by one: adds what every rank has, `x`, for the
+        ranges that it wanted, where these came from: to `into`, this rank's part of a tensor cut along `dim` as `axis`.
+        """
+        give_back(x, dim, self.group, moves_for(axis.cuts, wanted, axis.index), axis.index, into)
 
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.group)

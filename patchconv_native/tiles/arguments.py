@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..spatial import NotServed
+from ..spatial import NotServed, SpatialTensor
 from .arrays import is_array
 from .record import Recorded
+from .shared import Shared, shared_by
 from .state import change, change_of, containers, contents, objects, same
 
 
@@ -52,7 +53,8 @@ def _kinds_of(args: tuple[Any, ...]) -> str:
 class Arguments:
     """arrays: whether array-likes may be images. dim: of the images, the dimension along which they are cut.
 
-    dims: their spatial dimensions, from 2 on, with that one first. Of dim=0, the batch, they follow it.
+    dims: their spatial dimensions, from 2 on, with that one first. Of dim=0, the batch, they follow it. Of images that
+    are cut between ranks, `shared`, the dimension along which they are is the second one.
     """
 
     def __init__(
@@ -75,15 +77,36 @@ class Arguments:
                 f"{owner}: expected dim to be from 2 to {most - 1} or from {2 - most} to -1, a spatial dimension of x, "
                 f"or 0, its batch, got {dim!r}"
             )
-        self.dims = [dim % most, *(d for d in range(2, most) if d != dim % most)]
         self._leaves = leaves
         self._places = [i for i, size in enumerate(sizes) if size == most]
         self.images: list[Any] = [leaves[i] for i in self._places]
+        self.dims = [dim % most, *(d for d in range(2, most) if d != dim % most)]
+        self.shared: Shared | None = None
+        self._find_shared(owner)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for image in self.images:
             if isinstance(image, Tensor) and (image.layout != torch.strided or image.is_nested):
                 layout = "nested" if image.is_nested else f"of layout {image.layout}"
                 raise ValueError(f"{owner}: expected x to be a dense tensor, got one that is {layout}")
+
+    def _find_shared(self, owner: str) -> None:
+        if any(isinstance(leaf, SpatialTensor) for i, leaf in enumerate(self._leaves) if i not in self._places):
+            raise NotServed(
+                f"{owner}: parts of tensors with fewer dimensions than the images are not served: "
+                "hand them in whole, the same on every rank"
+            )
+        found = shared_by(owner, self.images)
+        if found is None:
+            return
+        cut, self.shared = found
+        others = [d for d in self.dims if d != cut]
+        if not others:
+            raise NotServed(f"{owner}: images whose only spatial dimension is cut between ranks are not served")
+        self.dims = [others[0], cut, *others[1:]]
+
+    def parts(self) -> list[Any]:
+        """The images; of those that are cut between ranks, what this one has."""
+        return [image.to_local() if isinstance(image, SpatialTensor) else image for image in self.images]
 
     def rest(self) -> Any:
         """All but the images, to tell calls apart; None where it holds tensors or objects."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..spatial import Range
+from ..spatial import Range, SpatialTensor
 from .graph import Graph, Ref, refs
+from .shared import strides_of
 
 STEP = 4 * 1024 * 1024
 """Bytes that are copied at a time from an image that is a result as it is."""
@@ -56,7 +57,7 @@ class Source:
     def strides(self) -> tuple[int, ...]:
         """Of the image on the device: an array-like's order in memory does not matter."""
         if isinstance(self.x, Tensor):
-            return self.x.stride()
+            return strides_of(self.x)
         return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
 
     @property
@@ -175,6 +176,7 @@ def check_out(owner: str, out: Any, graph: Graph, images: list[Any]) -> None:
 
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two tensors or arrays of numpy's may lie in the same memory."""
+    a, b = (x.to_local() if isinstance(x, SpatialTensor) else x for x in (a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return not b.is_meta and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     if isinstance(a, Tensor) or isinstance(b, Tensor) or not (_is_numpy(a) and _is_numpy(b)):

@@ -5,14 +5,16 @@ sweep is cut into tiles: parts of what it gives (results, stored values, shares 
 not overlap. For one tile after the other, what it gives is computed again from what is stored, with history,
 and differentiated. Gradients of stored values and of images are added up at their places, always in the same order;
 those of a number of the whole image become those of each tile's share of it, in the sweep that asked for it.
+
+Of an image that ranks share, each goes through tiles of its own, in step with the others. What a tile reads of other
+ranks' parts is fetched, and its gradient goes back. Gradients of what is the same on every rank are summed after a
+sweep, those of parameters in the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,15 +22,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..spatial import Range
 from ..spatial.parts import precise
-from .bands import AxisTiles
+from .backward_tiles import Tiles
 from .chains import run_chain
 from .graph import Call, Graph
 from .heap import give_back
-from .kinds import Region, calls_between, on_whole, part_of, whole_region
+from .kinds import Region, calls_between, is_empty, on_whole, part_of, whole_region
 from .plan import TilePlan
-from .run import Run, from_answers, run_sweep
+from .run import Run, from_answers
+from .run_sweep import run_sweep
+from .shared import Shared
 from .strips import Links, NeedsWhole, local_of, run_whole
 from .sweeps import Number, Step, Sweep, leading_to
 
@@ -62,57 +65,6 @@ class _Graph:
                 add(grad)
 
 
-class Tiles:
-    """A sweep's tiles: along each axis, what each step makes and reads."""
-
-    def __init__(self, plan: TilePlan, sweep: Sweep) -> None:
-        self.sweep = sweep
-        self._axes = [
-            AxisTiles(plan.graph, kinds, sweep, width, reach)
-            for kinds, width, reach in zip(plan.kinds.axes, plan.tiles[sweep.number], plan.reaches, strict=True)
-        ]
-
-    def all(self) -> list[tuple[int, ...]]:
-        return list(itertools.product(*(range(axis.count) for axis in self._axes)))
-
-    def made(self, place: int, tile: Sequence[int]) -> Region:
-        return tuple(axis.made[place][part] for axis, part in zip(self._axes, tile, strict=True))
-
-    def rows(self, axis: int, part: int) -> int:
-        """What all steps make in a part of an axis."""
-        return sum(high - low for low, high in (made[part] for made in self._axes[axis].made))
-
-    def share_made(self, place: int) -> float:
-        """What all tiles make of a step's result, in units of it."""
-        made = (sum(high - low for low, high in axis.made[place]) / axis.sizes[place] for axis in self._axes)
-        return math.prod(made)
-
-    def reads(self, place: int, v: int, tile: Sequence[int]) -> Region:
-        return tuple(axis.reads[place][v][part] for axis, part in zip(self._axes, tile, strict=True))
-
-    def own(self, v: int, tile: Sequence[int]) -> Region:
-        """Of what the sweep gives: those of all tiles do not overlap."""
-        return tuple(axis.shares(axis.size(v))[part] for axis, part in zip(self._axes, tile, strict=True))
-
-    def source(self, v: int, tile: Sequence[int]) -> Region | None:
-        """What all steps together read of a source; None where they read nothing."""
-        found: Region | None = None
-        for place, step in enumerate(self.sweep.steps):
-            if v in step.reads and not is_empty(self.made(place, tile)):
-                reads = self.reads(place, v, tile)
-                if not is_empty(reads):
-                    found = reads if found is None else tuple(map(_hull, found, reads))
-        return found
-
-
-def _hull(a: Range, b: Range) -> Range:
-    return min(a[0], b[0]), max(a[1], b[1])
-
-
-def is_empty(region: Region) -> bool:
-    return any(low >= high for low, high in region)
-
-
 class Backward:
     """run: as it was after the forward pass; images whose gradients are asked for require one. swaps: for a constant of
     the graph, by its id, what is in its place. once: whether there is no other backward pass.
@@ -128,7 +80,12 @@ class Backward:
         self._needs = (plan.graph.needs - set(plan.graph.inputs)) | asked
         self._whole: dict[int, Tensor] = {}
         self._numbers: dict[Number, Tensor] = {}
+        self._asked: dict[Number, Tensor] = {}
+        """Of numbers of the whole image that this sweep gives its shares of: their gradients."""
+        self._shared = plan.outside.shared
         self._constants = {id(one): one for one in swaps.values() if one.requires_grad}
+        self._fetched: dict[int, Tensor] = {}
+        """Of what a tile has fetched of other ranks, the gradients."""
         self._of_constants: dict[int, Tensor] = {}
         """The sums of gradients of half precision; the others are those constants' `grad`."""
         self._kept = set() if once else set(run.stored)
@@ -157,18 +114,28 @@ class Backward:
                 give_back(self._plan)
                 for place in reversed(calls_between(self._graph, self._kinds, number)):
                     self._between(place)
+        if self._shared is not None:
+            self._sum_of_constants(self._shared)
 
     def _sweep(self, number: int, results: set[int]) -> None:
         graph, kinds = self._graph, self._kinds
         stores = {v for v in self._plan.stored if kinds.level[v] == number and v in self.grads}
         asked = {(place, n) for place, n in self._numbers if kinds.start[place] + n == number}
+        self._asked = {one: self._numbers.pop(one) for one in asked}
         sweep = leading_to(graph, kinds, self._plan.stored, number, results | stores, asked)
-        if sweep.steps:
+        if sweep.steps and self._shared is None:
             self._run_tiles(Tiles(self._plan, sweep))
+        elif sweep.steps:
+            whole, numbers, self._whole, self._numbers = self._whole, self._numbers, {}, {}
+            self._run_tiles(Tiles(self._plan, sweep))
+            self._sum_of_ranks(sweep)
+            for old, new in ((whole, self._whole), (numbers, self._numbers)):
+                for key, grad in new.items():
+                    _accumulate(old, key, grad)
+            self._whole, self._numbers = whole, numbers
         for v in stores | (results & set(sweep.results)):
             self.grads.pop(v, None)
-        for one in asked:
-            del self._numbers[one]
+        self._asked = {}
 
     def _run_tiles(self, tiles: Tiles) -> None:
         for tile in self._some(tiles):
@@ -176,17 +143,24 @@ class Backward:
 
     def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         """Those that are run."""
-        return tiles.all()
+        return tiles.all() if self._shared is None else tiles.of_rank(self._shared)
 
     def _tile(self, tiles: Tiles, tile: tuple[int, ...]) -> None:
         """One tile, forward with history and back."""
         sweep, found = tiles.sweep, _Graph()
         there: dict[int, tuple[Tensor, Region]] = {}
+        fetched: dict[int, list[Region]] = {}
         with torch.enable_grad():
-            for v in sweep.sources:
-                region = tiles.source(v, tile)
-                if region is not None:
-                    there[v] = self._source(found, v, region), region
+            for v in sorted(sweep.sources):
+                own, of_ranks = tiles.source(v, tile), []
+                if self._shared is not None:
+                    of_ranks = tiles.of_ranks(v, tile, self._shared)
+                    own = of_ranks[tiles.rank_of(tile, self._shared)] if of_ranks else None
+                if own is None:
+                    continue
+                there[v] = self._source(found, v, own, of_ranks), own
+                if of_ranks and v in self._needs:
+                    fetched[v] = of_ranks
             wholes: dict[int, Tensor] = {}
             for place, step in enumerate(sweep.steps):
                 if not is_empty(tiles.made(place, tile)):
@@ -196,6 +170,8 @@ class Backward:
             there.clear()
             self._add_constants(found, sweep.steps)
         found.differentiate()
+        for v, regions in fetched.items():
+            self._give_back(v, regions)
 
     def _step(
         self, tiles: Tiles, tile: tuple[int, ...], place: int, there: dict[int, tuple[Tensor, Region]],
@@ -234,7 +210,7 @@ class Backward:
             if v in tiles.sweep.results | tiles.sweep.stores:
                 own = tiles.own(v, tile)
                 if not is_empty(own):
-                    found.output(part_of(kinds, v, local, own, region), part_of(kinds, v, self.grads[v], own))
+                    found.output(part_of(kinds, v, local, own, region), self._grad_at(v, own))
 
     def _between(self, place: int) -> None:
         """A call that was computed on whole values, or from numbers of the whole image."""
@@ -246,7 +222,7 @@ class Backward:
             wholes = {v: self._whole_leaf(found, v) for v in call.inputs if v not in kinds.dims}
             if on_whole(self._graph, kinds, place):
                 for v in [v for v in call.inputs if v in kinds.dims]:
-                    wholes[v] = self._source(found, v, whole_region(self._graph, kinds, v))
+                    wholes[v] = self._whole_source(found, v)
                 if call.writes:
                     wholes[call.inputs[0]] = wholes[call.inputs[0]].clone()
                 results = run_whole(_moving_nothing(call), wholes.__getitem__)
@@ -258,17 +234,29 @@ class Backward:
                 if v in grads:
                     found.output(local_of(result), grads[v])
             del results, result, wholes
-            self._add_constants(found, [Step(place, [], False)])
+            if self._shared is None or self._shared.index == 0:  # every rank computes the same
+                self._add_constants(found, [Step(place, [], False)])
         found.differentiate()
 
     # Leaves.
 
-    def _source(self, found: _Graph, v: int, region: Region) -> Tensor:
-        """A part of an image or of a stored value."""
-        part = self._run.read(v, region).detach()
-        if v in self._needs:
-            found.leaf(part.requires_grad_(), lambda grad: self._add(v, region, grad))
+    def _source(self, found: _Graph, v: int, own: Region, of_ranks: Sequence[Region]) -> Tensor:
+        """A part of an image or of a stored value. of_ranks: as of `Run.read`."""
+        part = self._run.read(v, own, of_ranks).detach()
+        if v in self._needs and self._shared is None:
+            found.leaf(part.requires_grad_(), lambda grad: self._add(v, own, grad))
+        elif v in self._needs:
+            found.leaf(part.requires_grad_(), functools.partial(self._fetched.__setitem__, v))
         return part
+
+    def _whole_source(self, found: _Graph, v: int) -> Tensor:
+        """All of an image or of a stored value, on every rank."""
+        region = whole_region(self._graph, self._kinds, v)
+        value = self._run.read(v, region, [region] * self._run.outside.ranks).detach()
+        if v in self._needs:  # the gradient is the same on every rank
+            own = self._own(v)
+            found.leaf(value.requires_grad_(), lambda grad: self._add(v, own, part_of(self._kinds, v, grad, own)))
+        return value
 
     def _whole_leaf(self, found: _Graph, v: int) -> Tensor:
         value = self._run.whole[v].detach()
@@ -289,7 +277,7 @@ class Backward:
 
     def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
         """Of a tile's share of it."""
-        return self._numbers[number]
+        return self._asked[number]
 
     def _is_asked(self, place: int) -> bool:
         """Whether the gradients of a call's arguments are needed, and with them those of its numbers."""
@@ -297,12 +285,51 @@ class Backward:
 
     def _add(self, v: int, region: Region, grad: Tensor) -> None:
         """To the gradient of a part of an image or of a stored value."""
+        into = self._grad_at(v, region)
+        into.add_(grad.to(into.device))
+
+    def _grad_at(self, v: int, region: Region) -> Tensor:
+        """The gradient of a part of a value; zeros, where nothing was added yet."""
         if v not in self.grads:
             image = self._run.inputs.get(v)
-            whole = whole_region(self._graph, self._kinds, v)
-            self.grads[v] = (self._run.empty(v, whole) if image is None else torch.empty_like(image.x)).zero_()
-        into = part_of(self._kinds, v, self.grads[v], region)
-        into.add_(grad.to(into.device))
+            self.grads[v] = (self._run.empty(v, self._own(v)) if image is None else torch.empty_like(image.x)).zero_()
+        return part_of(self._kinds, v, self.grads[v], region, self._own(v))
+
+    # Ranks.
+
+    def _own(self, v: int) -> Region:
+        """What there is of a value's gradient: all, or of an image that ranks share this one's part."""
+        return self._run.own_region(v)
+
+    def _give_back(self, v: int, regions: list[Region]) -> None:
+        """Adds gradients of what a tile has fetched where it came from. regions: what each rank's tile has fetched."""
+        assert self._shared is not None
+        rows, _, *across = regions[0]
+        into = self._grad_at(v, (rows, self._own(v)[1], *across))
+        mine = regions[self._shared.index]
+        grad = self._fetched.pop(v, None)
+        if grad is None:
+            grad = self._run.empty(v, mine).zero_()
+        self._run.give_back(v, grad, regions, into)
+
+    def _sum_of_ranks(self, sweep: Sweep) -> None:
+        """Adds up what the ranks' tiles have found of values and numbers of the whole image."""
+        assert self._shared is not None
+        calls = [step.call for step in sweep.steps]
+        whole = sorted({v for place in calls for v in self._graph.calls[place].inputs} - self._kinds.dims.keys())
+        numbers = [(place, question) for place in calls for question in range(self._kinds.questions[place])]
+        device = self._graph.fakes[self._graph.inputs[0]].device
+        self._shared.sum(self._whole, whole, device)
+        self._shared.sum(self._numbers, numbers, device)
+
+    def _sum_of_constants(self, shared: Shared) -> None:
+        found = {}
+        for key, one in self._constants.items():
+            grad = self._of_constants.get(key, one.grad)
+            if grad is not None:
+                found[key] = grad
+        shared.sum(found, [*self._constants], self._graph.fakes[self._graph.inputs[0]].device)
+        self._of_constants = found
 
 
 def _accumulate(found: dict[Any, Tensor], key: Any, grad: Tensor) -> None:

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..memory.fake import Storages
 from ..spatial.parts import precise
-from .backward import Backward, Tiles, is_empty
+from .backward import Backward
+from .backward_tiles import Tiles
 from .chains import run_chain
 from .costs import PeakOf
-from .kinds import Kinds, Region, box_shape, calls_between, part_of
+from .kinds import Kinds, Region, box_shape, calls_between, is_empty, part_of, whole_region
 from .plan import TilePlan
 from .run import Run
 from .stores import Store, extra
@@ -31,15 +32,25 @@ from .sweeps import Number, Step, Sweep, leading_to
 class _Shapes(Run):
     """A run that has shapes and no data."""
 
-    def read(self, v: int, region: Region) -> Tensor:
+    def read(self, v: int, own: Region, of_ranks: Sequence[Region] = ()) -> Tensor:
         copies = self.outside.inputs.get(v, 0) if v in self.inputs else 1
-        if not copies:
-            return part_of(self.kinds, v, self.graph.fakes[v], region)
-        made = [self.empty(v, region) for _ in range(copies)]
+        if not copies and not of_ranks:
+            return part_of(self.kinds, v, self.graph.fakes[v], own)
+        made = [self.empty(v, own) for _ in range(max(copies, 1))]
         if v not in self.inputs:
-            row = math.prod(box_shape(self.graph, self.kinds, v, ((0, 1), *region[1:])))
+            row = math.prod(box_shape(self.graph, self.kinds, v, ((0, 1), *own[1:])))
             made.append(made[0].new_empty(extra(self.outside.store, row), dtype=torch.uint8))
+        if of_ranks:
+            made += self.messages(v, of_ranks)
         return made[0]
+
+    def messages(self, v: int, of_ranks: Sequence[Region]) -> list[Tensor]:
+        """What there is at most while ranks read, or give gradients back: a rank's part, and what it gets and sends."""
+        rows, _, *across = of_ranks[0]
+        ranges = [one[1] for one in of_ranks]
+        both = [sum(self.outside.messages(self.graph, self.kinds, v, ranges, rank)) for rank in range(len(ranges))]
+        part = self.outside.largest_part(self.graph, self.kinds, v)[0][1]
+        return [self.empty(v, (rows, (0, size), *across)) for size in (max(both), part)]
 
 
 class _Predicted(Backward):
@@ -63,6 +74,14 @@ class _Predicted(Backward):
             outputs = (v for v in self._graph.calls[place].outputs if v in self._needs and v not in self._kinds.dims)
             self._whole.update((v, torch.empty_like(self._graph.fakes[v])) for v in outputs)
             self._between(place)
+
+    def _own(self, v: int) -> Region:
+        return whole_region(self._graph, self._kinds, v)
+
+    def _give_back(self, v: int, regions: list[Region]) -> None:
+        self._fetched.pop(v, None)
+        assert isinstance(self._run, _Shapes)
+        self._run.messages(v, regions)
 
     def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
         return torch.empty_like(share)

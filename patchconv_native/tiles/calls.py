@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .arrays import Sink, Source
-from .graph import Graph
 from .heap import give_back
 from .journal import Journal
+from .kinds import part_of
 from .plan import TilePlan
-from .run import Run, move_statistics, run_between, run_sweep, take_up
+from .run import Run, move_statistics, run_between
+from .run_sweep import run_sweep, take_up
 from .stores import Store
 from .sweeps import Sweep
 
@@ -27,9 +29,9 @@ def computed(
     """What is there when all sweeps are done."""
     graph, kinds = plan.graph, plan.kinds
     device = graph.fakes[graph.inputs[0]].device
-    results = {v: _sink(graph, v) if out is None else Sink(out) for sweep in plan.sweeps for v in sweep.results}
+    results = {v: Sink(_result(plan, v) if out is None else out) for sweep in plan.sweeps for v in sweep.results}
     inputs = {v: Source("tile", image, device) for v, image in images.items()}
-    total, done = sum(map(_strips, plan.sweeps)) or 1, 0
+    total, done = sum(map(_strips, plan.sweeps)) // plan.outside.ranks or 1, 0
 
     def advance() -> None:
         nonlocal done
@@ -58,13 +60,17 @@ def computed(
     return run
 
 
-def _sink(graph: Graph, v: int) -> Sink:
-    fake = graph.fakes[v]
-    strides = graph.strides.get(v, fake.stride())
-    like = torch.empty_strided(fake.shape, strides, device="meta")
+def _result(plan: TilePlan, v: int) -> Tensor:
+    """To be written into: a result, or this rank's part of it."""
+    graph, fake = plan.graph, plan.graph.fakes[v]
+    like = torch.empty_strided(fake.shape, graph.strides.get(v, fake.stride()), device="meta")
+    if plan.outside.shared is not None:
+        own = plan.outside.own_part(graph, plan.kinds, v, plan.outside.shared.index)
+        like = part_of(plan.kinds, v, like, ((0, like.size(plan.kinds.dims[v])), *own))
+    strides = like.stride()
     if like.untyped_storage().nbytes() != like.nbytes:  # of a part of a tensor, or an expanded one
         strides = torch.empty_like(like).stride()
-    return Sink(torch.empty_strided(fake.shape, strides, dtype=fake.dtype, device=fake.device))
+    return torch.empty_strided(like.shape, strides, dtype=fake.dtype, device=fake.device)
 
 
 def _strips(sweep: Sweep) -> int:

@@ -23,6 +23,7 @@ from .costs import (
     cost_of,
     places,
     rough_cost,
+    row_bytes,
     sweep_peak,
     whole_cost,
     whole_rows,
@@ -274,7 +275,7 @@ class Planner:
         """
         base = leading_to(self.graph, self.kinds, stored, number, wanted, set())
         base.results = set()
-        there: Stored = {v: whole_rows(self.graph, self.kinds, v) for v in base.sources & stored}
+        there: Stored = {v: whole_rows(self.graph, self.kinds, v, self.outside) for v in base.sources & stored}
         before = sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
         cut, (peak, after, _) = self._cut_for(base, there, before + room, None, None)
         more = sum(rows.bytes for rows in after.values()) if self.outside.counted else 0
@@ -353,8 +354,15 @@ class Planner:
             bytes_ = sum(one.bytes for one in there.values()) if self.outside.counted else 0
             found.append(max(bytes_, self._between_peak(number, there, later, last)[0]))
             there = {v: one for v, one in there.items() if ends.get(v, -1) > number or self._gathered_after(v, number)}
-            there |= {v: _Whole(bytes_of(self.graph, v)) for v in stored if level[v] == number}
+            there |= {v: _Whole(self.kept_bytes(v)) for v in stored if level[v] == number}
         return found
+
+    def kept_bytes(self, v: int) -> int:
+        """Of a value that is kept, or its gradient; of one that is shared between ranks, of the largest part."""
+        if self.outside.shared is None or v not in self.kinds.dims:
+            return bytes_of(self.graph, v)
+        rows = self.graph.fakes[v].size(self.kinds.dims[v])
+        return rows * row_bytes(self.graph, self.kinds, v, self.outside.largest_part(self.graph, self.kinds, v))
 
     def _gathered_after(self, v: int, number: int) -> bool:
         return v in self.gathered and self.gathered[v][0] > number

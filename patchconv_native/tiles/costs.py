@@ -24,6 +24,7 @@ from .kinds import Kinds, Region, box_shape, part_of, rows_lie_together, whole_r
 from .outside import Outside, largest_write
 from .rows import alone
 from .run import Run, from_answers
+from .shared import along
 from .stores import Store, extra
 from .strips import NeedsWhole, run_whole
 from .sweeps import Step, Sweep, bytes_of
@@ -192,9 +193,10 @@ def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
     peak, counted = _counted(graph)
     for v in call.inputs:
         if v in graph.inputs:
-            gathers += outside.inputs.get(v, 0) * bytes_of(graph, v)
+            gathers += (outside.inputs.get(v, 0) + 2 * (outside.ranks > 1)) * bytes_of(graph, v)
         elif v in kinds.dims:  # joined
             copies = 2 if kinds.others else 1  # of several bands, one is read at a time
+            copies += outside.ranks > 1  # what is sent and received
             gathers += copies * bytes_of(graph, v) + extra(outside.store, row_bytes(graph, kinds, v))
     written = call.inputs[0] if call.writes else None
     try:
@@ -228,9 +230,9 @@ Stored = dict[int, Any]
 """Of each value its `CountedRows` (core/strips.h): rows that are there, with lengths in place of tensors."""
 
 
-def whole_rows(graph: Graph, kinds: Kinds, v: int) -> Any:
-    """The `CountedRows` of a value, all of them."""
-    found = _strips.CountedRows(row_bytes(graph, kinds, v))
+def whole_rows(graph: Graph, kinds: Kinds, v: int, outside: Outside) -> Any:
+    """The `CountedRows` of a value that is kept, all of them; of an image that is shared, a rank's."""
+    found = _strips.CountedRows(row_bytes(graph, kinds, v, outside.largest_part(graph, kinds, v)))
     found.add(graph.fakes[v].size(kinds.dims[v]))
     return found
 
@@ -240,18 +242,24 @@ def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stor
 
     costs: of each step. stored: what is there from earlier sweeps; changed to what is there afterwards.
     """
-    most, there = 0, sum(rows.bytes for rows in stored.values()) if outside.counted else 0
+    most, before = 0, sum(rows.bytes for rows in stored.values()) if outside.counted else 0
     alike: dict[Any, tuple[int, int]] = {}
+    there, after, each = before, stored, sweep.bands // outside.ranks
     for band in range(sweep.bands):
+        if band % each == 0:
+            there = before  # of another rank
         key = tuple(_band_key(graph, kinds, step, band, sweep.made) for step in sweep.steps)
         key += tuple(_lengths(boxes[band]) for boxes in sweep.own.values())
         if key not in alike:
-            alike[key] = _band_peak(graph, kinds, sweep, band, costs, stored, outside)
+            after = stored if outside.ranks == 1 else {v: type(rows)(rows) for v, rows in stored.items()}
+            alike[key] = _band_peak(graph, kinds, sweep, band, costs, after, outside)
         peak, more = alike[key]
         most, there = max(most, there + peak), there + more
-    if sweep.bands > 1:  # rows are there until the end
+    if each == 1:
+        stored.update(after)
+    else:  # rows are there until the end
         for v in sweep.stores:
-            stored[v] = whole_rows(graph, kinds, v)
+            stored[v] = whole_rows(graph, kinds, v, outside)
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
         stored.pop(v, None)
@@ -262,16 +270,21 @@ def _band_peak(
     graph: Graph, kinds: Kinds, sweep: Sweep, band: int, costs: list[Cost], stored: Stored, outside: Outside
 ) -> tuple[int, int]:
     """The most bytes during a band above what is there before it, and by how many more are there after it. stored is
-    changed where there is one band.
+    changed where there is one band, or one for each rank.
     """
+    alone = sweep.bands == outside.ranks
 
     def counted(v: int, boxes: Boxes) -> Any:
         return _strips.CountedRows(row_bytes(graph, kinds, v, boxes[v][band]), rows_lie_together(graph, kinds, v))
 
     buffers = {v: counted(v, sweep.made) for v in sweep.ready if v in sweep.last_read}
     stores = {v: counted(v, sweep.own) for v in sweep.stores}
+    if outside.ranks > 1 and alone:
+        stores = {
+            v: _strips.CountedRows(row_bytes(graph, kinds, v, outside.largest_part(graph, kinds, v))) for v in stores
+        }
     held, drops = dict(buffers), dict(buffers)
-    if sweep.bands == 1:
+    if alone:
         stored.update(stores)
         if outside.counted:
             held = stored | buffers
@@ -311,15 +324,26 @@ def _copies(
     """Of each value that a step reads, how many bytes are copied for each row of it, besides what `held` copies."""
     found = {}
     views = _takes_views(graph, step) or kinds.fetches[step.call]
+    each = sweep.bands // outside.ranks
     for v, boxes in step.reads_across.items():
         row = row_bytes(graph, kinds, v, boxes[band])
         if v not in held:
             found[v] = row * (1 if v in stored else outside.inputs.get(v, 0))
-            if v in stored and sweep.bands > 1:  # band by band
+            if v in stored and each > 1:  # band by band
                 found[v] += stored[v].widest
         else:
             part = v in sweep.made and boxes[band] != sweep.made[v][band]
             found[v] = row if part and not views else 0
+        if outside.shared is not None and v in sweep.sources:
+            column = row_bytes(graph, kinds, v, ((0, 1), *boxes[band][1:]))
+            ranges = [along(((0, 1), *boxes[one])) for one in outside.shared.peers(sweep.bands, band)]
+            received, sent = outside.messages(graph, kinds, v, ranges, band // each)
+            if received or sent:
+                found[v] += column * (received + sent) + row * (received > 0)
+            else:
+                found[v] += row * (boxes[band] != outside.own_part(graph, kinds, v, band // each))
+            if v in stored and each > 1:  # all of the rank's rows, of which a part is read
+                found[v] += row_bytes(graph, kinds, v, outside.largest_part(graph, kinds, v))
     return found
 
 

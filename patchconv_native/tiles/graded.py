@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .._budget import largest_peak
-from .backward import Tiles
 from .backward_costs import BackwardCosts
+from .backward_tiles import Tiles
 from .choices import Choice, Planner
 from .graph import Graph
 from .kinds import Kinds, parted
@@ -66,8 +66,8 @@ class Graded(Bands):
             self._ways = [(self._planner(widths, rough=True), widths) for _, widths in self._ways]
         if self._room is not None:
             self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
-        whole = [Fraction(1)] * len(self.kinds.axes)
-        self._shares = [whole, *narrower(graph, self.kinds.axes)]
+        largest = [Fraction(1), *self._widest]
+        self._shares = [largest, *narrower(graph, self.kinds.axes, largest)]
         self._exact = self._planner(self._ways[0][1])
         self._dims = dims
 
@@ -199,7 +199,7 @@ class Graded(Bands):
         return [0, *_balanced(before, live, count)]
 
     def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
-        graph, level = self._graph, self.kinds.level
+        graph, level, planner = self._graph, self.kinds.level, self._exact
         grads = {v: last[v] for v in stored & graph.needs}
         for call in graph.calls:  # of whole values
             for v in call.inputs:
@@ -209,8 +209,8 @@ class Graded(Bands):
         for stretch in stretches:
             for number in range(stretch.begin, stretch.end):
                 there = [v for v in stored if level[v] < number and (v in kept or level[v] >= stretch.begin)]
-                found.append(sum(bytes_of(graph, v) for v in there) if self._wishes.outside.counted else 0)
-                found[-1] += sum(bytes_of(graph, v) for v, end in grads.items() if level[v] <= number <= end)
+                found.append(sum(map(planner.kept_bytes, there)) if self._wishes.outside.counted else 0)
+                found[-1] += sum(planner.kept_bytes(v) for v, end in grads.items() if level[v] <= number <= end)
         return found
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -245,15 +245,17 @@ class Graded(Bands):
                 return len(parts)
             guess, place = float(taken / parts[place]), place + 1
 
-    def _taken(self, route: Route, number: int, shares: list[Fraction]) -> int:
-        """With the tiles at the border."""
-        return max(self._costs.sweep(route.stored, number, shares)[1], self._costs.between(number))
+    def _taken(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
+        """With the tiles at the border, which may take more, unless rough."""
+        return max(self._costs.sweep(route.stored, number, shares, rough)[1], self._costs.between(number))
 
-    def _backward_peak(self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf) -> int:
-        """below: what takes as much or more is not looked at to the end."""
+    def _backward_peak(
+        self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf, rough: bool = False
+    ) -> int:
+        """below: what takes as much or more is not looked at to the end. rough: as of `_taken`."""
         most = 0
         for held, number in sorted(((held, number) for number, held in enumerate(route.held)), reverse=True):
-            most = max(most, self._costs.always + held + self._taken(route, number, tiles[number]))
+            most = max(most, self._costs.always + held + self._taken(route, number, tiles[number], rough))
             if most >= below:
                 break
         return most
@@ -330,29 +332,36 @@ class Graded(Bands):
 
     @functools.cached_property
     def _least(self) -> Least:
-        lowest = [(way._lowest, way) for way in self._all]
-        (_, route), way = min(lowest, key=lambda one: one[0][0])
-        return way._with_least(route)
+        """Of the smallest tiles, the plan of the route that takes the least."""
+        routes = [(way, route) for way in self._all for route in (way._of_nothing_stored(), *way._routes)]
+        about = [(way._backward_peak(route, way._smallest(), rough=True), way, route) for way, route in routes]
+        best: Least | None = None
+        below = math.inf
+        for no_less, way, route in sorted(about, key=lambda one: one[0]):
+            if no_less >= below:
+                break
+            peak = way._backward_peak(route, way._smallest(), below)
+            found = way._with_smallest(route, peak) if peak < below else None
+            if found is not None and found[0].peak < below:
+                best, below = found, found[0].peak
+        assert best is not None
+        return best
 
-    @functools.cached_property
-    def _lowest(self) -> tuple[int, Route]:
-        """Of the smallest tiles, with nothing stored where that is possible, or what takes still less."""
-        stored = self._always(self._exact.everything_stored())
-        routes = [*sorted(self._routes, key=lambda route: max(route.held))[:MOST_TRIED], self._route(stored, 1)]
-        tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
-        best = math.inf, routes[0]
-        for route in routes:
-            best = min(best, (self._backward_peak(route, tiles, best[0]), route), key=lambda one: one[0])
-        return int(best[0]), best[1]
+    def _smallest(self) -> dict[int, list[Fraction]]:
+        return dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
 
-    def _with_least(self, route: Route) -> Least:
-        tiles = dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
-        room, planner = self._backward_peak(route, tiles), self._planner(self._ways[0][1], kept=route.kept)
+    def _of_nothing_stored(self) -> Route:
+        """But for what must be there as a whole."""
+        return self._route(self._always(self._exact.everything_stored()), 1)
+
+    def _with_smallest(self, route: Route, room: int) -> Least:
+        """room: what the backward pass takes; a forward pass that takes no more is looked for."""
+        planner = self._planner(self._ways[0][1], kept=route.kept)
         choice = planner.choose(route.stored, room)
         found = (self._plan(planner, route.stored, choice), planner, choice)
         if max(choice.peaks) > room:
             found = self._forward(route, room) or found
-        plan = self._with_tiles(found, route, tiles, room)
+        plan = self._with_tiles(found, route, self._smallest(), room)
         return plan, lambda: found[1].where(route.stored, found[2])
 
 

@@ -120,6 +120,8 @@ class Graph:
     """Of these casts the bytes, by the ids of the parameters and the dtypes."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
+    drew: bool = False
+    """Whether the result follows from random numbers: of the module's, or of calls."""
     needs: set[int] = field(default_factory=set)
     """Values whose gradients are needed for those that are asked for. Nothing: nobody asks."""
     undo: Callable[[], None] = lambda: None

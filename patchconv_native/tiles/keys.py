@@ -24,6 +24,7 @@ from .arguments import Arguments
 from .arrays import share_memory
 from .graph import autocast_of
 from .plan import TilePlan
+from .shared import strides_of
 
 
 class _Unknown(Exception):
@@ -58,11 +59,12 @@ class _Key:
         self.things: list[Any] = []
         self._numbers: dict[int, int] = {}
         for image in arguments.images:
-            self.parts.append((image.shape, image.dtype, image.stride(), image.device))
+            self.parts.append((image.shape, image.dtype, strides_of(image), image.device))
+        self.parts.append(arguments.shared)
         pairs = itertools.combinations(arguments.images, 2)
         self.parts.append(tuple([share_memory(one, other) for one, other in pairs]))  # the module may write into one
         if torch.is_grad_enabled():
-            self.parts.append(tuple([t.requires_grad for t in (*arguments.images, *module.parameters())]))
+            self.parts.append(tuple([t.requires_grad for t in (*arguments.parts(), *module.parameters())]))
         for leaf in tree_leaves(arguments._given):
             if not isinstance(leaf, Tensor):
                 self._add(leaf)

@@ -254,6 +254,10 @@ def box_shape(graph: Graph, kinds: Kinds, v: int, region: Region) -> list[int]:
     return shape
 
 
+def is_empty(region: Region) -> bool:
+    return any(low >= high for low, high in region)
+
+
 def whole_region(graph: Graph, kinds: Kinds, v: int) -> Region:
     return tuple((0, graph.fakes[v].size(one.dims[v])) for one in kinds.axes)
 

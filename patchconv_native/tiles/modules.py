@@ -25,6 +25,7 @@ from .graph import Graph
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .record import Recorded
+from .shared import strides_of
 from .tiling import budget_of, plan_graph, record_call, run_plan
 from .without_data import are_fake
 
@@ -64,7 +65,8 @@ class _Tiled(Wrapped):
             plan = _plan_for(self, inner, arguments, self._budget)
         if plan is None:
             small = _small.setdefault(self, [])
-            small[:] = [*small[1 - _KEPT :], [image.detach().to("meta") for image in arguments.images]]
+            like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]
+            small[:] = [*small[1 - _KEPT :], like]
             return inner(*args, **kwargs)
         return run_plan(plan, arguments)
 
@@ -112,8 +114,8 @@ def _new_plan(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
 
 
 def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
-    images = tuple((image.device, image.stride()) for image in arguments.images)  # they may be in the host's memory
-    known, form = _forms.setdefault(module, {}), (tuple(arguments.dims), images, form_of(graph))
+    images = tuple((image.device, strides_of(image)) for image in arguments.images)  # they may be in the host's memory
+    known, form = _forms.setdefault(module, {}), (tuple(arguments.dims), arguments.shared, images, form_of(graph))
     if (budget, *form) in known:
         plan, last = known[(budget, *form)] = known.pop((budget, *form))
         turned = in_channels_last(graph) if last else graph

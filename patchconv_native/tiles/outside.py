@@ -1,14 +1,17 @@
-"""What is not in the memory of the device that computes: reading it makes a copy, of one part at a time; where copies
-go on while strips are computed, of one part more.
+"""What is not in the memory of the device that computes, but on the host, in files or on other ranks: reading it makes
+a copy, of one part at a time; where copies go on while strips are computed, of one part more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
+from ..spatial import Range
 from .graph import Graph
-from .kinds import Kinds, Region, box_shape
+from .kinds import Kinds, Region, box_shape, whole_region
+from .shared import Shared
 from .stores import Where
 from .sweeps import Sweep
 
@@ -32,6 +35,12 @@ class Outside:
     """Inputs in the host's memory."""
     written: bool = False
     """Whether the result is written into the host's memory."""
+    shared: Shared | None = None
+    """Of images of which each rank has a part."""
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.shared is None else self.shared.count
 
     @property
     def counted(self) -> bool:
@@ -54,6 +63,36 @@ class Outside:
             return 0
         read = sum(largest_read(graph, kinds, sweep, v) for v in self.reads(graph, sweep))
         return read + sum(largest_write(graph, kinds, sweep, v) for _, v in self.writes(sweep))
+
+    def largest_part(self, graph: Graph, kinds: Kinds, v: int) -> Region:
+        """Along `Kinds.others`, of a value that is kept: what the rank has that has the most."""
+        across = whole_region(graph, kinds, v)[1:]
+        if self.shared is None:
+            return across
+        cuts = self.shared.cuts(across[0][1])
+        return (0, max(b - a for a, b in itertools.pairwise(cuts))), *across[1:]
+
+    def own_part(self, graph: Graph, kinds: Kinds, v: int, rank: int) -> Region:
+        """Along `Kinds.others`, of an image or a value that is kept, what a rank has."""
+        across = whole_region(graph, kinds, v)[1:]
+        if self.shared is None:
+            return across
+        given = self.shared.given[graph.inputs.index(v)] if v in graph.inputs else None
+        cuts = given or self.shared.cuts(across[0][1])
+        return (cuts[rank], cuts[rank + 1]), *across[1:]
+
+    def messages(self, graph: Graph, kinds: Kinds, v: int, ranges: list[Range], rank: int) -> tuple[int, int]:
+        """How many coordinates along the axis between ranks this one gets of others and sends to them, of an image or a
+        stored value. ranges: what each rank reads at this time.
+        """
+        parts = [self.own_part(graph, kinds, v, one)[0] for one in range(self.ranks)]
+
+        def common(a: Range, b: Range) -> int:
+            return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+        others = [one for one in range(self.ranks) if one != rank]
+        received = sum(common(ranges[rank], parts[owner]) for owner in others)
+        return received, sum(common(ranges[reader], parts[rank]) for reader in others)
 
 
 def largest_read(graph: Graph, kinds: Kinds, sweep: Sweep, v: int) -> int:

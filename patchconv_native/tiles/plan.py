@@ -99,10 +99,15 @@ class TilePlan:
                 if self.outside.ahead
                 else "copies      from and to the host in order: the budget has no room to read a strip ahead"
             )
-        if self.sweeps and self.sweeps[0].bands > 1:
+        if self.outside.ranks > 1:
+            lines.append(
+                f"ranks       {self.outside.ranks}, each with a part of dimension "
+                f"{self.kinds.others[0].dims[self.graph.inputs[0]]}, in step; all figures are of one of them"
+            )
+        if self.sweeps and self.sweeps[0].bands > self.outside.ranks:
             across = [max(b - a for a, b in one) for one in zip(*self._bands(), strict=True)]
             lines.append(
-                f"bands       {self.sweeps[0].bands}, one after the other, of at most "
+                f"bands       {self.sweeps[0].bands // self.outside.ranks}, one after the other, of at most "
                 f"{' x '.join(map(str, across))} columns of the result; what they share is computed again"
             )
         if self.tiles:

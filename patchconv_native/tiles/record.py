@@ -351,8 +351,9 @@ def record(
     graph.made = sum(watch.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
     graph.casts = _kept_casts(graph, device)
     graph.made += sum(graph.casts.values())
-    changed = watch.changed() or watch.drew or draws.moved() or elsewhere.changed()
-    graph.repeatable = not changed and not graph.kept
+    drew = watch.drew or draws.moved()
+    graph.drew = drew or any(call.function is draw_seed for call in graph.calls)
+    graph.repeatable = not (watch.changed() or drew or elsewhere.changed() or graph.kept)
     del found, changes
     made.clear()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ..spatial import Range
-from ..spatial.layout import cut_out, in_layout_of, joined, layout
+from ..spatial.layout import cut_out, in_layout_of, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
-from .chains import run_chain
 from .graph import Graph
-from .journal import Journal, State, resumed, rows_in_files
 from .kinds import (
     Kinds,
     Region,
@@ -25,16 +23,18 @@ from .kinds import (
     axes_at,
     box_shape,
     calls_between,
+    is_empty,
     on_whole,
     part_of,
     whole_region,
 )  # fmt: skip
-from .outside import Outside, largest_read, largest_write
-from .rows import Rows, Take
+from .outside import Outside
+from .rows import Take
+from .shared import along
 from .stores import Kept, Store
-from .strips import Asked, Links, NeedsWhole, local_of, part_cuts, run_part, run_whole
-from .sweeps import Step, Sweep
-from .transfers import Part, Readings, Transfers
+from .strips import Asked, Links, local_of, part_cuts, run_part, run_whole
+from .sweeps import Sweep
+from .transfers import Transfers
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Run:
     store: Store
     whole: dict[int, Tensor] = field(default_factory=dict)
     stored: dict[int, list[Kept]] = field(default_factory=dict)
-    """Of each stored value, its rows in each band."""
+    """Of each stored value, its rows in each band; of an image that is shared, in each of this rank's."""
     own: dict[int, list[Region]] = field(default_factory=dict)
-    """Of each stored value, the bands."""
+    """Of each stored value, these bands."""
     answers: dict[int, list[Tensor]] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
     outside: Outside = field(default_factory=lambda: Outside("device"))
@@ -68,8 +68,45 @@ class Run:
         inputs = {v: Source("tile", image, device) for v, image in images.items()}
         return replace(self, inputs=inputs, stored=stored, whole=whole, answers=answers, transfers=None)
 
+    def bands(self, sweep: Sweep) -> range:
+        """Those that are computed here."""
+        shared = self.outside.shared
+        return range(sweep.bands) if shared is None else shared.bands(sweep.bands)
+
+    def peers(self, sweep: Sweep, band: int) -> list[int]:
+        """The bands that are computed at the same time: one on each rank."""
+        shared = self.outside.shared
+        return [band] if shared is None else shared.peers(sweep.bands, band)
+
     def where(self, v: int, region: Region) -> dict[int, Range]:
-        return {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
+        """In an image or a result: of one that is shared, in the rank's part."""
+        found = {one.dims[v]: part for one, part in zip(self.kinds.axes, region, strict=True)}
+        shared = self.outside.shared
+        if shared is not None:
+            dim, first = self.kinds.others[0].dims[v], shared.part(self._cuts(v))[0]
+            found[dim] = found[dim][0] - first, found[dim][1] - first
+        return found
+
+    def own_region(self, v: int) -> Region:
+        """What there is here of an image, or of a value that is kept."""
+        rows, *across = whole_region(self.graph, self.kinds, v)
+        if self.outside.shared is not None:
+            across[0] = self.outside.shared.part(self._cuts(v))
+        return rows, *across
+
+    def give_back(self, v: int, grad: Tensor, regions: Sequence[Region], into: Tensor) -> None:
+        """The way back of `read`, of an image that is shared: adds gradients of what each rank has read."""
+        shared = self.outside.shared
+        assert shared is not None
+        ranges = [along(one) for one in regions]
+        shared.give_back(grad, self.kinds.others[0].dims[v], self._cuts(v), ranges, into)
+
+    def _cuts(self, v: int) -> tuple[int, ...]:
+        """Where an image or a value that is kept is cut between ranks."""
+        assert self.outside.shared is not None
+        if v in self.inputs:
+            return self.outside.shared.given[self.graph.inputs.index(v)]
+        return self.outside.shared.cuts(self.graph.fakes[v].size(self.kinds.others[0].dims[v]))
 
     def copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """The block in which sweeps run."""
@@ -78,7 +115,22 @@ class Run:
         self.transfers = Transfers(device, self.fill, self.empty)
         return self.transfers
 
-    def read(self, v: int, region: Region) -> Tensor:
+    def read(self, v: int, own: Region, of_ranks: Sequence[Region] = ()) -> Tensor:
+        """A part of an image or of a stored value. of_ranks: of one that is shared, what each rank reads then."""
+        shared = self.outside.shared
+        there = next((one for one in of_ranks or [own] if not is_empty(one)), None)
+        if there is None:
+            return self.empty(v, own)  # for what reads nothing but padding
+        if shared is None:
+            return self._read(v, own)
+        cuts, (rows, _, *across) = self._cuts(v), there
+        found = shared.fetch(
+            self._read(v, (rows, shared.part(cuts), *across)), self.kinds.others[0].dims[v], cuts,
+            [along(one) for one in of_ranks],
+        )  # fmt: skip
+        return self.empty(v, own) if is_empty(own) else found
+
+    def _read(self, v: int, region: Region) -> Tensor:
         if self.transfers is not None and self.transfers.reads(v):
             return self.transfers.take(v, region)
         fake = self.graph.fakes[v]
@@ -153,156 +205,6 @@ class Run:
             rows.close()
 
 
-def run_sweep(run: Run, sweep: Sweep, advance: Callable[[], None], journal: Journal | None = None) -> None:
-    shares: dict[int, list[Tensor]] = {step.last: [] for step in sweep.steps if step.asks}
-    state, done = None if journal is None else journal.state, 0
-    if state is not None and state.sweep == sweep.number:
-        shares, done = state.shares, state.strip
-    if run.transfers is not None:
-        _begin_transfers(run, sweep, done, run.transfers)
-    for band in range(done // sweep.strips, sweep.bands):
-        begin = max(done - band * sweep.strips, 0)  # strips of this band that an earlier process has computed
-
-        def end(strip: int, number: int = band * sweep.strips, begin: int = begin) -> None:
-            if run.transfers is not None:
-                run.transfers.ahead()
-            if strip >= begin:
-                advance()
-                if journal is not None and (strip + 1 == sweep.strips or journal.due()):
-                    _enter(journal, run, sweep.number, number + strip + 1, shares)
-
-        _run_band(run, sweep, band, begin, shares, end)
-    if run.transfers is not None:
-        run.transfers.end()
-    for v in sweep.frees:
-        run.free(v)
-    for call, found in shares.items():
-        run.answers.setdefault(call, []).append(joined(found))
-
-
-def _begin_transfers(run: Run, sweep: Sweep, done: int, transfers: Transfers) -> None:
-    """done: strips that an earlier process has computed."""
-    graph, kinds = run.graph, run.kinds
-    reads = {
-        v: Readings(_parts(run, sweep, v, done), largest_read(graph, kinds, sweep, v))
-        for v in run.outside.reads(graph, sweep)
-    }
-    writes = {(what, v): largest_write(graph, kinds, sweep, v) for what, v in run.outside.writes(sweep)}
-    transfers.begin(reads, writes)
-
-
-def _parts(run: Run, sweep: Sweep, v: int, done: int) -> Iterator[Part]:
-    """What the sweep reads of a value, in order."""
-    first, begin = divmod(done, sweep.strips)
-    for band in range(first, sweep.bands):
-        one = resumed(run.graph, run.kinds, sweep, begin)[0] if band == first and begin else sweep
-        for strip in range(sweep.strips):
-            for step in one.steps:
-                if v in step.reads and all(low < high for low, high in step.region(strip, band)):
-                    region = step.read(v, strip, band)
-                    if all(low < high for low, high in region):
-                        yield Part(band * sweep.strips + strip, region)
-
-
-def _run_band(
-    run: Run, sweep: Sweep, band: int, done: int, shares: dict[int, list[Tensor]], end: Callable[[int], None]
-) -> None:
-    """end: called after each strip."""
-    begins: dict[int, int] = {}
-    if done:
-        sweep, begins = resumed(run.graph, run.kinds, sweep, done)
-    for v in sweep.stores:
-        if len(run.stored.get(v, ())) == band:
-            run.keep(v, sweep.own[v])
-    buffers = {v: Rows(run.kinds.dims[v], begins.get(v, 0)) for v in sweep.ready if v in sweep.last_read}
-    for strip in range(sweep.strips):
-        for place, step in enumerate(sweep.steps):
-            if all(low < high for low, high in step.region(strip, band)):
-                _run_step(run, sweep, step, strip, band, buffers, shares)
-            for v in step.reads:
-                if sweep.last_read[v] == place:
-                    rows: Kept | None = buffers.get(v)
-                    if v in sweep.frees and sweep.bands == 1:
-                        rows = run.stored[v][0]
-                    if rows is not None:
-                        rows.drop(sweep.keep[v][strip])
-        end(strip)
-
-
-def _enter(journal: Journal, run: Run, number: int, strips: int, shares: dict[int, list[Tensor]]) -> None:
-    """Writes down how far the run has come, unless it would be lost with this process's memory."""
-    if run.transfers is not None:
-        run.transfers.settle()
-    ends = rows_in_files(run.stored)
-    if ends is None:
-        return
-    for sink in run.results.values():
-        sink.flush()
-    whole = {v: value.clone() for v, value in run.whole.items()}
-    journal.save(State(number, strips, shares, run.answers, whole, ends))
-    run.store.purge()
-
-
-def take_up(run: Run, sweeps: Iterable[Sweep], state: State) -> None:
-    """Makes the run as it was when this was written down."""
-    device = run.graph.fakes[run.graph.inputs[0]].device
-    state.shares = {call: [share.to(device) for share in found] for call, found in state.shares.items()}
-    run.answers = {call: [answer.to(device) for answer in found] for call, found in state.answers.items()}
-    run.whole = {v: value.to(device) for v, value in state.whole.items()}
-    bands = {v: sweep.own[v] for sweep in sweeps for v in sweep.stores}
-    for v, ends in state.stored.items():
-        for end in ends:
-            run.keep(v, bands[v], end)
-
-
-def _run_step(
-    run: Run, sweep: Sweep, step: Step, strip: int, band: int, buffers: dict[int, Rows],
-    shares: dict[int, list[Tensor]],
-) -> None:  # fmt: skip
-    kinds, region = run.kinds, step.region(strip, band)
-    cut, reads = {}, {}
-    for v in step.reads:
-        reads[v] = there = step.read(v, strip, band)
-        if any(low == high for low, high in there):
-            cut[v] = run.empty(v, there)  # for what reads nothing but padding
-        elif v not in buffers:
-            cut[v] = run.read(v, there)
-        else:
-            rows = buffers[v].read(*there[0])
-            cut[v] = part_of(kinds, v, rows, there, (there[0], *sweep.made[v][band])) if kinds.others else rows
-    made = run.graph.calls[step.last].outputs
-    room = buffers[made[0]].room if made[0] in sweep.rooms else None
-    try:
-        results = run_chain(
-            run.graph, kinds, step, region, cut, reads, run.whole.__getitem__,
-            lambda place: run.answers.get(place, ()), room=room,
-        )  # fmt: skip
-    except NeedsWhole as needs:
-        if not step.asks:
-            raise
-        shares[step.last].append(needs.share)
-        return
-    cut.clear()
-    for v, result in zip(made, results, strict=True):
-        if v not in kinds.dims:
-            continue
-        rows = local_of(result)
-        if v in buffers:
-            buffers[v].add(rows)
-        if v not in sweep.own:
-            continue
-        box, high = sweep.own[v][band], region[0][1]
-        if any(a == b for a, b in box):
-            continue
-        if v in sweep.stores and run.stored[v][band].end < high:
-            begin = run.stored[v][band].end  # more than the region's where a call goes on that was broken off
-            own = (begin, high), *box
-            run.add(v, band, part_of(kinds, v, rows, own, region) if own != region else rows)
-        if v in sweep.results:
-            own = region[0], *box
-            run.write(v, own, part_of(kinds, v, rows, own, region))
-
-
 def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[int], None] = lambda place: None) -> None:
     """What is computed on whole values before sweep `number`. last: as of `last_uses`. done: called after each call."""
     graph, kinds = run.graph, run.kinds
@@ -343,7 +245,8 @@ def _may_write(run: Run, v: int) -> bool:
 def _whole(run: Run, v: int, copy: bool) -> Tensor:
     if v not in run.kinds.dims:
         return run.whole[v].clone() if copy else run.whole[v]
-    found = run.read(v, whole_region(run.graph, run.kinds, v))
+    region = whole_region(run.graph, run.kinds, v)
+    found = run.read(v, region, [region] * run.outside.ranks)
     return found.clone() if copy else found
 
 

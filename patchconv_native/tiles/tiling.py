@@ -32,6 +32,7 @@ from .kinds import kinds_of
 from .outside import Outside
 from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
+from .ranks import as_part, check_alike, check_parts, check_shared
 from .record import record
 from .state import change
 from .stores import Store, Where, check_store
@@ -66,7 +67,8 @@ def tile(
     image in the host's memory is copied to a module on a GPU strip by strip, each while another is computed. It may be
     an array-like, with a shape, a dtype and slices, as of numpy (memmap too), zarr and h5py: it is read strip by strip,
     and reaches the module in its own dtype. A function, which has no parameters, gets it on the CPU. The budget then
-    counts the strips that are read and, without `out`, the result.
+    counts the strips that are read and, without `out`, the result. Parts of images (`distributed.scatter`, along one
+    dimension): each rank computes its part, in a budget of its own, in step with the others.
     budget: bytes, as a number or as text: "512MiB", "512M" (the same), "512MB". None: strips are chosen for speed
     alone. Where strips as wide as the image do not keep it, the image is cut into bands as well, and what these read of
     each other is computed again.
@@ -90,7 +92,7 @@ def tile(
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
     check_called("tile", module)
     arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
-    refuse_transforms("tile", arguments.images)
+    refuse_transforms("tile", arguments.parts())
     if any(isinstance(one, Tensor) and one.is_meta for one in (*arguments.images, out)):
         raise ValueError("tile: expected x and out to have memory, got a tensor on meta: tile_plan takes it")
     if not (callable(progress) or isinstance(progress, bool)):
@@ -198,7 +200,7 @@ def record_call(
                 raise NotServed("tile: writing into an image that is handed in twice, or a part of it, is not served")
         fold_norms(graph)
         prepare_for_rows(graph, arguments.dims)
-        find_needs(graph, arguments.images)
+        find_needs(graph, arguments.parts())
     return graph
 
 
@@ -216,7 +218,7 @@ def _planned(
     owner: str, module: Any, graph: Graph, arguments: Arguments, room: int | None, tiles: tuple[int, ...], store: Where,
     out: Any, out_later: bool,
 ) -> TilePlan:  # fmt: skip
-    images, dims = arguments.images, arguments.dims
+    images = arguments.images
     device = _device_of(module, images[0])
     sources = [Source(owner, image, device) for image in images]
     if out is not None:
@@ -225,9 +227,12 @@ def _planned(
         raise NotServed(f"{owner}: gradients are not served with out; call it under torch.no_grad()")
     if graph.needs and refs([change for _, change in graph.kept]):
         raise NotServed(f"{owner}: gradients of a module that keeps tensors for its next call are not served")
+    shared = arguments.shared
+    if shared is not None:
+        check_shared(owner, graph, arguments, device, out is not None or out_later)
     name = type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "the function")
     written = out_later or (out is not None and on_host(out))
-    copied = serves(device) and (written or store != "device" or any(map(on_host, images)))
+    copied = shared is None and serves(device) and (written or store != "device" or any(map(on_host, images)))
 
     def wishes(graph: Graph, ahead: bool | None) -> Wishes:
         copies = {
@@ -236,19 +241,21 @@ def _planned(
         }
         host = {v for v, image in zip(graph.inputs, images, strict=True) if on_host(image)}
         counts = out is None and not out_later and any(map(is_array, images))
-        outside = Outside(store, copies, counts, ahead, host, written)
+        outside = Outside(store, copies, counts, ahead, host, written, shared)
         return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
-    at_once = None if tiles or graph.needs else AtOnce(graph, wishes(graph, None))
+    at_once = None if tiles or graph.needs or shared is not None else AtOnce(graph, wishes(graph, None))
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
-        kinds = _kinds_of_ways(one, dims, images, room is not None and not tiles, bool(tiles))
+        kinds = _kinds_of_ways(one, arguments, room is not None and not tiles, bool(tiles))
         for (kind, along), ahead in itertools.product(kinds, [True, False] if copied else [None]):
             way = kind(one, along, wishes(one, ahead))
             if one is last and (not way.cuts_results or copied_weights(last) > (room or math.inf)):
                 continue  # whole results are returned as they are
             ways.append(way)
+            if shared is not None:
+                check_parts(owner, graph, shared, way.kinds)
             plan = way.fitting()
             if plan is None and len(ways) == 1 and at_once is not None:
                 plan = at_once.fitting()  # nothing is computed twice
@@ -258,11 +265,12 @@ def _planned(
 
 
 def _kinds_of_ways(
-    graph: Graph, dims: Sequence[int], images: Sequence[Any], budget: bool, tiles: bool
+    graph: Graph, arguments: Arguments, budget: bool, tiles: bool
 ) -> list[tuple[type[Strips], Sequence[int]]]:
     """Ways to plan, each with the dimensions along which images may be cut: also a batch, where there is a budget and
     `tile` asks for nothing else.
     """
+    dims, images = arguments.dims, arguments.images
     small: type[Strips] = Graded if graph.needs and budget else Bands
     first: list[tuple[type[Strips], Sequence[int]]] = [] if small is Graded else [(Strips, dims)]
     if tiles:
@@ -270,9 +278,12 @@ def _kinds_of_ways(
     of_images = [(small, dims)] if len(dims) > 1 or small is Graded else []
     if 0 in dims or not budget or any(image.shape[0] < 2 for image in images):
         return [*first, *of_images]
-    both = [dims[0], 0, *dims[1:]]
+    first_ones = 1 if arguments.shared is None else 2
+    both = [*dims[:first_ones], 0, *dims[first_ones:]]
     if _gathered(graph, both) <= max(_gathered(graph, dims), max(bytes_of(graph, v) for v in graph.inputs) // 4):
         return [*first, (small, both)]
+    if arguments.shared is not None:
+        return [*first, *of_images]
     return [*first, *of_images, (Graded if small is Graded else Strips, [0])]
 
 
@@ -325,8 +336,10 @@ def run_plan(
     journal: where it is written down how far the call has come, and from where it goes on. `out` and the folder of the
     store are then those of the call that was broken off.
     """
-    images = dict(zip(plan.graph.inputs, arguments.images, strict=True))
+    images = dict(zip(plan.graph.inputs, arguments.parts(), strict=True))
     with _undone_on_error(plan.graph):
+        if plan.outside.shared is not None and not are_fake(images.values()):
+            check_alike(plan, plan.outside.shared)
         if are_fake(images.values()):
             found = results_of(plan, images)
         elif plan.graph.needs:
@@ -336,6 +349,9 @@ def run_plan(
             with torch.no_grad(), Store(plan.store, name) as store:
                 run = computed(plan, images, store, out, progress, journal)
             found = {v: sink.x for v, sink in run.results.items()} | run.whole
+        if plan.outside.shared is not None:
+            found = {v: as_part(plan, plan.outside.shared, v, local) for v, local in found.items()}
+            images = dict(zip(plan.graph.inputs, arguments.images, strict=True))
         return _returned(plan.graph, arguments, found, images, out)
 
 

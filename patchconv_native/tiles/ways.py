@@ -38,8 +38,12 @@ class Strips:
     """
 
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
-        self._graph, self._wishes = graph, wishes
+        self._graph, self._wishes, self._shared = graph, wishes, wishes.outside.shared
         self.kinds = self._kinds(graph, dims)
+        self._widest = [Fraction(1)] * len(self.kinds.others)
+        """Of bands: those of the image's width, or of a rank's part of it."""
+        if self._shared is not None:
+            self._widest[0] = self._shared.width()
         self._learned = Learned()
         self._result = sum(bytes_of(graph, v) for v in set(graph.results) if v in self.kinds.dims)
         self._result *= wishes.outside.result
@@ -48,7 +52,7 @@ class Strips:
             self._room = largest_peak(max(wishes.budget - self._result, 0), MARGIN[wishes.device])
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
-        return kinds_of(graph, dims[: max(len(self._wishes.tile), 1)])
+        return kinds_of(graph, dims[: max(len(self._wishes.tile), 1 if self._shared is None else 2)])
 
     @property
     def cuts_results(self) -> bool:
@@ -66,13 +70,13 @@ class Strips:
         if self._wishes.tile:
             plan, _ = self._of_tiles()
             return plan if fits(plan) else None
-        exact = self._planner([])
+        exact = self._planner(self._widest)
         if self._room is None:
             return self._plan(exact, *chosen(exact, None))
-        stored, choice = chosen(self._planner([], rough=True), self._room)
+        stored, choice = chosen(self._planner(self._widest, rough=True), self._room)
         if max(choice.peaks) > self._room:
             return None
-        plan = self._measured([], stored, choice)[0]
+        plan = self._measured(self._widest, stored, choice)[0]
         if not fits(plan):  # what it does take is more
             plan = self._plan(exact, *chosen(exact, self._room, stored=stored))
         return plan if fits(plan) else None
@@ -81,14 +85,13 @@ class Strips:
         """The plan of the least peak that is found, if that is less than `below` bytes."""
         if self._wishes.tile:
             return self._of_tiles()
-        found = least(self._planner([], rough=True), below)
-        return None if found is None else self._measured([], *found)
+        found = least(self._planner(self._widest, rough=True), below)
+        return None if found is None else self._measured(self._widest, *found)
 
     def _of_tiles(self) -> Least:
-        sizes = zip(self._wishes.tile, result_sizes(self._graph, self.kinds), strict=True)
-        widths = [Fraction(min(n, size), size) for n, size in sizes]
-        planner = self._planner(widths[1:])
-        found = chosen(planner, self._room, math.ceil(1 / widths[0]))
+        rows, *widths = self._of_wish()
+        planner = self._planner(widths)
+        found = chosen(planner, self._room, math.ceil(1 / rows))
         return self._plan(planner, *found), lambda: planner.where(*found)
 
     def _planner(self, widths: Sequence[Fraction], rough: bool = False, kept: set[int] | None = None) -> Planner:
@@ -109,13 +112,24 @@ class Strips:
             [Stretch(0, planner.count + 1)], planner.reaches,
         )  # fmt: skip
 
+    def _of_wish(self) -> list[Fraction]:
+        """The shares of the image that `tile` asks for, rows first."""
+        sizes = result_sizes(self._graph, self.kinds)
+        found = [Fraction(min(n, size), size) for n, size in zip(self._wishes.tile, sizes, strict=False)]
+        found += self._widest[len(found) - 1 :]
+        if self._shared is not None:
+            found[1] = self._shared.width(found[1])
+        return found
+
     def _tiles(self) -> list[Fraction]:
         """Of the backward pass, as shares of the result."""
-        sizes = result_sizes(self._graph, self.kinds)
         if self._wishes.tile:
-            return [Fraction(min(n, size), size) for n, size in zip(self._wishes.tile, sizes, strict=True)]
-        largest = max(bytes_of(self._graph, v) for v in self.kinds.dims)
-        return [Fraction(1, max(1, min(math.ceil(largest / TILE), sizes[0])))]
+            return self._of_wish()
+        largest = max(bytes_of(self._graph, v) for v in self.kinds.dims) * math.prod(self._widest)
+        return [
+            Fraction(1, max(1, min(math.ceil(largest / TILE), result_sizes(self._graph, self.kinds)[0]))),
+            *self._widest,
+        ]
 
 
 class Bands(Strips):
@@ -123,10 +137,8 @@ class Bands(Strips):
 
     def __init__(self, graph: Graph, dims: Sequence[int], wishes: Wishes) -> None:
         super().__init__(graph, dims, wishes)
-        whole = [Fraction(1)] * len(self.kinds.others)
-        self._ways = [
-            (self._planner(widths, rough=True), widths) for widths in (whole, *narrower(graph, self.kinds.others))
-        ]
+        narrow = narrower(graph, self.kinds.others, self._widest)
+        self._ways = [(self._planner(widths, rough=True), widths) for widths in (self._widest, *narrow)]
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
         return kinds_of(graph, dims)
@@ -166,15 +178,18 @@ class Bands(Strips):
         return None if best is None else self._measured(self._ways[before][1], *best)
 
 
-def narrower(graph: Graph, axes: Sequence[Kinds]) -> Iterator[list[Fraction]]:
-    """Bands of half the image and less: the axis is halved along which they are longest. None without axes. A batch
-    comes first: its samples read nothing of each other.
+def narrower(graph: Graph, axes: Sequence[Kinds], widest: Sequence[Fraction]) -> Iterator[list[Fraction]]:
+    """Bands of half of the widest ones and less: the axis is halved along which they are longest. None without axes. A
+    batch comes first: its samples read nothing of each other. Those of ranks remain of whole parts of `widest`.
     """
     sizes = [max(graph.fakes[v].size(dim) for v, dim in one.dims.items()) for one in axes]
-    lengths = list(sizes)
+    lengths = [math.ceil(size * width) for size, width in zip(sizes, widest, strict=True)]
 
     def shares() -> list[Fraction]:
-        return [Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)]
+        return [
+            Fraction(length, size) if most == 1 else most / max(1, math.ceil(most * size / length))
+            for length, size, most in zip(lengths, sizes, widest, strict=True)
+        ]
 
     batch = [place for place, one in enumerate(axes) if one.dims[graph.inputs[0]] == 0]
     for place in batch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.pairs import FULL
@@ -78,7 +80,8 @@ NAMES = """
 MODELS = {"unet": 37, "densenet": 67, **dict.fromkeys(NAMES.split(), 65)}  # and their images' heights
 
 
-def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
+def both(rank: int, world: int, names: list[str], tile: Any = None) -> dict[str, list[str]]:
+    """What differs in training and in eval mode. tile: as of `compare`."""
     mesh, found = mesh_of(world, (world,)), {}
     for name in names:
         torch.manual_seed(1)
@@ -88,7 +91,8 @@ def both(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
         found[name] = []
         for train in (True, False):
             try:
-                found[name] += [f"train={train}: {t}" for t in compare(model.train(train), image, mesh, "H", 1e-7)]
+                wrong = compare(model.train(train), image, mesh, "H", 1e-7, tile=tile)
+                found[name] += [f"train={train}: {text}" for text in wrong]
             except Exception as error:
                 found[name].append(f"train={train}: {type(error).__name__}: {error}")
     return found

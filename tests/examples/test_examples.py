@@ -63,8 +63,9 @@ def test_train_megapixels(tmp_path: Path) -> None:
 
 
 @needs_gloo
-def test_several_devices() -> None:
-    text = run("several_devices", "--side", "64", "--steps", "2", ranks=2)
+@pytest.mark.parametrize("more", [(), ("--budget", "768KiB")])
+def test_several_devices(more: tuple[str, ...]) -> None:
+    text = run("several_devices", "--side", "64", "--steps", "2", *more, ranks=2)
     off = float(re.search(r"gradients: at most (\S+) from those of one process", text)[1])  # type: ignore[index]
     assert off < 1e-5 and "(1, 3, 32, 64) on this rank" in text
 

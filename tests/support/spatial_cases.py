@@ -62,24 +62,35 @@ def compare(
     dims: str,
     tolerance: float = 1e-9,
     surroundings: Any = contextlib.nullcontext,
+    tile: dict[str, Any] | None = None,
 ) -> list[str]:
-    """What differs from one process: output, gradients, state. surroundings: makes a context to call the model in."""
+    """What differs from one process: output, gradients, state. surroundings: makes a context to call the model in.
+    tile: arguments of `tile`, which runs the model on the ranks' parts in place of `spatial`.
+    """
+    import patchconv_native as pc
     import patchconv_native.distributed as pd
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         with surroundings():
             return pd.gather(model(x))  # a plain tensor is returned as it is
 
-    want = step(copy.deepcopy(model), image, forward, 5)
-    got = step(pd.spatial(copy.deepcopy(model), mesh, dims), image, forward, 5)
+    def tiled(model: nn.Module, x: Tensor) -> Tensor:
+        with surroundings():
+            return pd.gather(pc.tile(model, pd.scatter(x, mesh, dims), **(tile or {})))
+
+    want, other = step(copy.deepcopy(model), image, forward, 5), copy.deepcopy(model)
+    got = step(pd.spatial(other, mesh, dims), image, forward, 5) if tile is None else step(other, image, tiled, 5)
     found = differences(got, want, tolerance)
     if got["output"].dtype != want["output"].dtype:
         found.append(f"dtype {got['output'].dtype}, not {want['output'].dtype}")
     return found
 
 
-def each(rank: int, world: int, cases: str, mesh_shape: tuple[int, ...], dims: str, names: list[str]) -> Any:
-    """What differs, or the error's text, for each of these cases of a module's."""
+def each(
+    rank: int, world: int, cases: str, mesh_shape: tuple[int, ...], dims: str, names: list[str],
+    tile: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """What differs, or the error's text, for each of these cases of a module's. tile: as of `compare`."""
     import importlib
 
     module, _, table = cases.partition(":")
@@ -92,7 +103,7 @@ def each(rank: int, world: int, cases: str, mesh_shape: tuple[int, ...], dims: s
             torch.manual_seed(1)
             model = make().double()
             try:
-                found[name] += compare(model, image, mesh, dims)
+                found[name] += compare(model, image, mesh, dims, tile=tile)
             except Exception as error:
                 found[name].append(f"{type(error).__name__}: {error}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -171,6 +172,23 @@ def test_what_a_module_makes_counts_in_both_passes() -> None:
         pc.tile_plan(net, x, budget=1)
     peak, _ = stepped(net, x, lambda x: pc.tile(net, x, budget=refused.value.least))
     assert x.nbytes < peak <= refused.value.least
+
+
+def test_less_than_the_least_is_always_refused() -> None:
+    """Deep layers are small: there it takes less to keep values than to compute a tile again from the image."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise((3, 8, 16, 32, 64)):
+        layers += [nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    for a, b in itertools.pairwise((64, 32, 16, 8)):
+        layers += [nn.Upsample(scale_factor=2), nn.Conv2d(a, b, 3, padding=1), nn.ReLU()]
+    net, x = nn.Sequential(*layers), torch.randn(1, 3, 64, 64)
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    least = refused.value.least
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=least * 9 // 10)
+    assert refused.value.least == least
 
 
 @pytest.mark.parametrize("dims", [1, 3])
