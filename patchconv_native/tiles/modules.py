@@ -24,6 +24,7 @@ from .gradients import refuse_transforms
 from .graph import Graph
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
+from .ranks import planned_together
 from .record import Recorded
 from .shared import strides_of
 from .tiling import budget_of, plan_graph, record_call, run_plan
@@ -62,7 +63,7 @@ class _Tiled(Wrapped):
             with _disable_current_modes():  # what planning makes is not of the call
                 plan = _new_plan(self, inner, arguments, self._budget)
         else:
-            plan = _plan_for(self, inner, arguments, self._budget)
+            plan = planned_together(OWNER, arguments, lambda: _plan_for(self, inner, arguments, self._budget))
         if plan is None:
             small = _small.setdefault(self, [])
             like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]

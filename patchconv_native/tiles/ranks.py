@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..spatial import NotServed, SpatialTensor
 from .arguments import Arguments
 from .draws import default_sources
-from .graph import Graph, refs
+from .graph import Call, Graph, Ref, refs
 from .kinds import Kinds
 from .plan import TilePlan
 from .shared import Shared
+from .without_data import are_fake
 
+Plan = TypeVar("Plan", TilePlan, TilePlan | None)
 CLOSE = 0.01
 """Of a tensor's norm: how far its sums on two ranks may be apart."""
+GOLDEN = 0.6180339887
+"""Multiples of the golden ratio, modulo 1, are far from each other."""
+NAN = 1e30
+"""What stands for a NaN where numbers are held against each other."""
 
 
 def check_shared(owner: str, graph: Graph, arguments: Arguments, device: torch.device, out: bool) -> None:
@@ -38,6 +48,26 @@ def check_parts(owner: str, graph: Graph, shared: Shared, kinds: Kinds) -> None:
             )
 
 
+def planned_together(owner: str, arguments: Arguments, planned: Callable[[], Plan]) -> Plan:
+    """What `planned` returns. Where it fails on one rank, it fails on all: no rank waits for another one's messages."""
+    if arguments.shared is None or are_fake(arguments.parts()):
+        return planned()
+    device = arguments.parts()[0].device
+    try:
+        plan = planned()
+    except Exception:
+        arguments.shared.failed(True, device)
+        raise
+    ranks = arguments.shared.failed(False, device)
+    if ranks:
+        if plan is not None:
+            plan.graph.undo()
+        raise ValueError(
+            f"{owner}: refused on rank {', '.join(map(str, ranks))} of {arguments.shared.count}: see there"
+        )
+    return plan
+
+
 def check_alike(plan: TilePlan, shared: Shared) -> None:
     """ValueError, on every rank, where they would not do the same, or would draw other random numbers."""
     graph = plan.graph
@@ -49,13 +79,29 @@ def check_alike(plan: TilePlan, shared: Shared) -> None:
     plans = repr((cuts, sorted(plan.stored), sorted(graph.needs), sorted(plan.tiles.items()), plan.stretches))
     state = default_sources(device)[-1].before if graph.drew else b""
     constants = {id(one): one.detach() for call in graph.calls for one in call.constants}
-    found = shared.alike({"plans": plans.encode(), "random states": state}, device)
+    values = [(fake.shape, fake.dtype) for fake in graph.fakes]
+    calls = repr((values, [_as_text(call, bool(graph.needs)) for call in graph.calls])).encode()
+    found = shared.alike({"calls": calls, "plans": plans.encode(), "random states": state}, device)
     if not found and not shared.close(_looked_at(list(constants.values()), device)):
         found = ["parameters, buffers or whole arguments"]
     if found:
         raise ValueError(
             f"tile: expected the same arguments, module and random state on every rank, got other {' and '.join(found)}"
         )
+
+
+def _as_text(call: Call, gradients: bool) -> Any:
+    """The same on every rank that makes the same call: addresses and numbers of devices are left out."""
+
+    def named(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.shape, one.dtype, gradients and one.requires_grad
+        if isinstance(one, torch.device):
+            return one.type
+        plain = isinstance(one, (Ref, int, float, complex, str, bytes, torch.dtype, type(None)))
+        return repr(one) if plain else type(one).__name__
+
+    return call.where, call.autocast, tree_map(named, (call.args, call.kwargs, call.result))
 
 
 def _looked_at(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -67,11 +113,21 @@ def _looked_at(tensors: list[Tensor], device: torch.device) -> Tensor:
         if one.is_complex():
             one = torch.view_as_real(one.resolve_conj())
         if one.is_floating_point() and one.dtype.itemsize > 1:
-            rows.append(torch.stack([one.sum(), CLOSE * torch.linalg.vector_norm(one)]).to(rows[0]))
+            rows.append(torch.stack([_weighted(one), CLOSE * torch.linalg.vector_norm(one)]).to(rows[0]))
         elif one.numel():
             bits = torch.hash_tensor(one.view(torch.uint8) if one.dtype.itemsize == 1 else one).view(torch.int64)
             rows.append(torch.stack([bits % 2**24, bits * 0]).to(rows[0]))
-    return torch.stack(rows)
+    return torch.stack(rows).nan_to_num(nan=NAN)
+
+
+def _weighted(tensor: Tensor) -> Tensor:
+    """The sum, each number with a weight of its place."""
+    total = tensor.sum()
+    for dim, size in enumerate(tensor.shape):
+        others = [d for d in range(tensor.dim()) if d != dim]
+        along = tensor.sum(others) if others else tensor
+        total = total + along @ (torch.arange(size, device=tensor.device) * GOLDEN % 1 - 0.5).to(tensor)
+    return total
 
 
 def as_part(plan: TilePlan, shared: Shared, v: int, local: Tensor) -> Tensor:

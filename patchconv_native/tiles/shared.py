@@ -117,6 +117,10 @@ class Shared:
         found = self.executor.stack(own)
         return [name for name, differs in zip(values, (found != found[:1]).any(0).tolist(), strict=True) if differs]
 
+    def failed(self, own: bool, device: torch.device) -> list[int]:
+        """The ranks that say True. Each rank gets the same answer."""
+        return self.executor.stack(torch.tensor([int(own)], device=device)).nonzero().flatten().tolist()
+
     def close(self, rows: Tensor) -> bool:
         """Whether the first number of each row is about the same on every rank; the second one is how far it may be
         off. Each rank gets the same answer.

@@ -32,7 +32,7 @@ from .kinds import kinds_of
 from .outside import Outside
 from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
-from .ranks import as_part, check_alike, check_parts, check_shared
+from .ranks import as_part, check_alike, check_parts, check_shared, planned_together
 from .record import record
 from .state import change
 from .stores import Store, Where, check_store
@@ -97,8 +97,12 @@ def tile(
         raise ValueError("tile: expected x and out to have memory, got a tensor on meta: tile_plan takes it")
     if not (callable(progress) or isinstance(progress, bool)):
         raise ValueError(f"tile: expected progress to be True, False or a function, got {progress!r}")
+
+    def planned() -> TilePlan:
+        return plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
+
     with _said_while_long(progress):
-        plan = plan_call("tile", module, module, arguments, budget, tile, store, out, keep_changes=True)
+        plan = planned_together("tile", arguments, planned)
     return run_plan(plan, arguments, out, progress)
 
 

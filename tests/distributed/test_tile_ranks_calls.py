@@ -97,6 +97,107 @@ def unlike(rank: int, world: int) -> list[str]:
     return found
 
 
+def fails_on_one(rank: int, world: int, folder: str) -> list[tuple[str, bool]]:
+    """What is refused on rank 1 alone, before it would send anything; and a call that is served afterwards."""
+    part = pd.scatter(image(), mesh_of(world, (world,)), "H")
+    torch.manual_seed(1)
+    conv, counts = nn.Conv2d(3, 3, 3, padding=1).double(), Counts().double()
+    tiled = pc.tile_modules(copy.deepcopy(conv), "", ("1MiB", 1)[rank])
+
+    def fails(x: Tensor) -> Tensor:
+        if rank:
+            raise OSError("no such file")
+        return conv(x)
+
+    calls: list[Callable[[], Any]] = [
+        lambda: pc.tile(conv, part, ("1MiB", 1)[rank]),
+        lambda: pc.tile(conv, part, ("1MiB", "many")[rank]),
+        lambda: pc.tile(conv, part, store=os.path.join(folder, ("", "none")[rank])),
+        lambda: pc.tile(fails, part),
+        lambda: pc.tile((conv, Keeps().double())[rank], part),
+        lambda: pc.tile(counts, part, ("1MiB", 1)[rank]),
+        lambda: tiled(part),
+    ]
+    found = [text_of(call) for call in calls]
+    assert counts.calls == 0 and counts.norm.num_batches_tracked == 0
+    assert torch.equal(pd.gather(pc.tile(conv, part)), pc.tile(conv, image()))
+    return found
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm2d(3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x)
+
+
+OWN_ERRORS = [
+    "BudgetError",
+    "ValueError",
+    "ValueError",
+    "OSError: no such file",
+    "NotServed",
+    "BudgetError",
+    "BudgetError",
+]
+
+
+def test_a_plan_that_fails_on_one_rank_fails_on_all(tmp_path: Any) -> None:
+    others, own = run(2, fails_on_one, str(tmp_path))
+    for text, error, other in zip(own, OWN_ERRORS, others, strict=True):
+        assert text.startswith(error), text
+        assert other.endswith("refused on rank 1 of 2: see there"), other
+
+
+class Chain(nn.Module):
+    def __init__(self, slope: float = 0.1, eps: float = 1e-5, power: int = 2, last: Any = F.relu) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, eps)
+        self.slope, self.power, self.last = slope, power, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.leaky_relu(self.norm(self.conv(x)), self.slope) * self.power)
+
+
+def other_calls(rank: int, world: int) -> list[str]:
+    """Rank 1's module, or its mode, is another one."""
+    mesh = mesh_of(world, (world,))
+    chains = [{"slope": 0.2}, {"eps": 1e-4}, {"power": 3}, {"last": F.sigmoid}]
+
+    def chain(**how: Any) -> nn.Module:
+        torch.manual_seed(1)
+        return Chain(**how if rank else {}).float()
+
+    def text(model: nn.Module, x: Tensor, autocast: bool = False) -> str:
+        with torch.autocast("cpu", enabled=autocast):
+            return text_of(lambda: pc.tile(model, pd.scatter(x, mesh, "H")))
+
+    found = [text(chain(**how), image().float()) for how in chains]
+    frozen = chain()
+    frozen.conv.weight.requires_grad_(rank == 0)
+    found += [text(frozen, image().float()), text(chain(), image().float(), rank == 1)]
+    found.append(
+        text(chain().to(torch.float64 if rank else torch.float32), image().to(torch.float64 if rank else torch.float32))
+    )
+    turned = chain()
+    turned.conv.weight.data = turned.conv.weight.flip(0) if rank else turned.conv.weight
+    broken = chain()
+    broken.norm.bias.data = broken.norm.bias * (float("nan") if rank else 1)
+    return [*found, text(turned, image().float()), text(broken, image().float())]
+
+
+def test_other_calls_are_refused_everywhere() -> None:
+    for *calls, turned, broken in run(2, other_calls):
+        for text in calls:
+            assert text.startswith("ValueError: tile: expected the same arguments, module and random state"), text
+            assert "got other calls" in text, text
+        assert turned.endswith("got other parameters, buffers or whole arguments"), turned
+        assert broken.endswith("got other parameters, buffers or whole arguments"), broken
+
+
 def test_ranks_that_would_do_different_things_are_refused_everywhere() -> None:
     for states, tiles, modes, *constants in run(2, unlike):
         assert states.startswith("ValueError: tile: expected the same arguments, module and random state on every rank")
