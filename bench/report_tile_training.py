@@ -65,7 +65,9 @@ def _line(row: Row, stock: Row) -> list[str]:
 
 
 def figure(data: Row) -> Any:
-    """Peaks against megapixels, a panel a network, and the losses."""
+    """Peaks against megapixels, a panel a network, and the losses. None of a single size."""
+    if "curves" not in data and len({row["side"] for row in data["rows"]}) < 2:
+        return None
     cases = list(dict.fromkeys(row["case"] for row in data["rows"]))
     panels = len(cases) + ("curves" in data)
     drawn, places = canvas(1, panels, 4 * panels, 3.6)

@@ -203,8 +203,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = measure.parser(__doc__, ("full", "tiny"))
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--largest", type=int, default=2048, help="the largest side that is run")
+    parser.add_argument("--side", type=int, help="this side alone, stored as tile_training_SIDE")
     arguments = parser.parse_args(argv)
     data = measure.report_head("tile_training", arguments.size) | {"rows": [], "errors": {}}
+    if arguments.side:
+        data["rows"] = [row for case in arguments.only for row in rows_of(case, arguments.side, FORMS)]
+        report.store(data, arguments, f"tile_training_{arguments.side}")
+        return 0
     for case in arguments.only:
         sides = CASES[case].sides if arguments.size == "full" else (128,)
         for side in (side for side in sides if side <= arguments.largest):
