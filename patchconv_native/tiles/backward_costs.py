@@ -131,17 +131,20 @@ class BackwardCosts:
         found._run = dataclasses.replace(self._run, kinds=kinds)
         return found
 
-    def sweep(self, stored: set[int], number: int, shares: list[Fraction], rough: bool = False) -> tuple[Sweep, int]:
-        """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
-        largest tiles is looked at.
-        """
+    def sweep_of(self, stored: set[int], number: int) -> Sweep:
         graph, kinds = self.graph, self.kinds
         asked = {
             (place, number - kinds.start[place])
             for place, call in enumerate(graph.calls)
             if kinds.start[place] <= number < kinds.done(place) and not graph.needs.isdisjoint(call.inputs)
         }
-        sweep = leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked)
+        return leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked)
+
+    def sweep(self, stored: set[int], number: int, shares: list[Fraction], rough: bool = False) -> tuple[Sweep, int]:
+        """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
+        largest tiles is looked at.
+        """
+        sweep = self.sweep_of(stored, number)
         steps = tuple((step.call, step.asks) for step in sweep.steps)
         key = steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares
         plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})

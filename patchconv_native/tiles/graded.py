@@ -70,6 +70,7 @@ class Graded(Bands):
         self._shares = [largest, *narrower(graph, self.kinds.axes, largest)]
         self._exact = self._planner(self._ways[0][1])
         self._dims = dims
+        self._guessed: dict[tuple[frozenset[int], int], float] = {}
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
         return self._given or super()._kinds(graph, dims)
@@ -253,9 +254,12 @@ class Graded(Bands):
         self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf, rough: bool = False
     ) -> int:
         """below: what takes as much or more is not looked at to the end. rough: as of `_taken`."""
-        most = 0
-        for held, number in sorted(((held, number) for number, held in enumerate(route.held)), reverse=True):
-            most = max(most, self._costs.always + held + self._taken(route, number, tiles[number], rough))
+        most, numbers = 0, list(tiles)
+        if below < math.inf:
+            numbers.sort(key=lambda number: -self._guess(route, number))
+        for number in numbers:
+            held = self._costs.always + route.held[number]
+            most = max(most, held + self._taken(route, number, tiles[number], rough))
             if most >= below:
                 break
         return most
@@ -334,18 +338,32 @@ class Graded(Bands):
     def _least(self) -> Least:
         """Of the smallest tiles, the plan of the route that takes the least."""
         routes = [(way, route) for way in self._all for route in (way._of_nothing_stored(), *way._routes)]
-        about = [(way._backward_peak(route, way._smallest(), rough=True), way, route) for way, route in routes]
+        guesses = [max(way._guess(route, number) for number in way._smallest()) for way, route in routes]
         best: Least | None = None
         below = math.inf
-        for no_less, way, route in sorted(about, key=lambda one: one[0]):
-            if no_less >= below:
-                break
-            peak = way._backward_peak(route, way._smallest(), below)
+        for _, (way, route) in sorted(zip(guesses, routes, strict=True), key=lambda one: one[0]):
+            peak = way._backward_peak(route, way._smallest(), below, rough=True)
+            peak = peak if peak >= below else way._backward_peak(route, way._smallest(), below)
             found = way._with_smallest(route, peak) if peak < below else None
             if found is not None and found[0].peak < below:
                 best, below = found, found[0].peak
         assert best is not None
         return best
+
+    def _guess(self, route: Route, number: int) -> float:
+        """About what there is during a sweep of the smallest tiles: two of all that a tile makes."""
+        key = frozenset(route.stored), number
+        if key not in self._guessed:
+            sweep, made, graph = self._costs.sweep_of(route.stored, number), 0.0, self._graph
+            if sweep.steps:
+                plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles={number: self._shares[-1]})
+                cut = Tiles(plan, sweep)
+                for place, step in enumerate(sweep.steps):
+                    values = (v for v in graph.calls[step.call].outputs if v in self.kinds.dims)
+                    made += cut.share_made(place) * sum(bytes_of(graph, v) for v in values)
+                made /= len(cut.all())
+            self._guessed[key] = 2 * made
+        return route.held[number] + self._guessed[key]
 
     def _smallest(self) -> dict[int, list[Fraction]]:
         return dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
