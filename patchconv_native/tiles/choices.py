@@ -34,8 +34,9 @@ from .outside import Outside
 from .reach import reach_of
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
-STRIP = 16 * MIB
-"""Of the largest value of a sweep, what one strip should hold, so that strips stay in a CPU's caches."""
+STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
+"""Of the largest value of a sweep, what one strip should hold: on a CPU so that strips stay in its caches, on a GPU so
+that a call's work takes longer than to launch it."""
 MOST_CUT = 2**16
 """Steps times strips that a planner remembers while it looks for a choice, so that it takes little memory itself."""
 MOST_STRIPS = 4096
@@ -59,9 +60,14 @@ def result_sizes(graph: Graph, kinds: Kinds) -> list[int]:
     return [max(graph.fakes[v].size(one.dims[v]) for v in values) for one in kinds.axes]
 
 
+def strip_bytes(graph: Graph) -> int:
+    """Of the largest value, what a strip should have where speed alone counts."""
+    return STRIP if graph.fakes[graph.inputs[0]].device.type == "cpu" else STRIP_OF_GPU
+
+
 def fits_a_strip(graph: Graph) -> bool:
     """Whether every value does: then no more than one strip is wanted for speed."""
-    return all(bytes_of(graph, v) <= STRIP for v in range(len(graph.fakes)))
+    return all(bytes_of(graph, v) <= strip_bytes(graph) for v in range(len(graph.fakes)))
 
 
 Cut = tuple[int, int, bool]
@@ -241,7 +247,7 @@ class Planner:
         """The cut of a sweep, and what is found of it. fixed: strips and patience, if they are known."""
         largest, rows = largest_value(self.graph, self.kinds, base)
         share = bytes_of(self.graph, largest) * math.prod(self.widths)
-        number = strips or max(1, min(math.ceil(share / STRIP), rows // THINNEST))
+        number = strips or max(1, min(math.ceil(share / strip_bytes(self.graph)), rows // THINNEST))
         most = min(max(self.graph.fakes[v].size(self.kinds.dims[v]) for v in base.sources), MOST_STRIPS)
         number = min(number, rows if strips else most)
         best: tuple[Cut, _Found] | None = None

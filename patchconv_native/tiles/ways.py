@@ -12,7 +12,7 @@ from fractions import Fraction
 from .._budget import MARGIN, BudgetError, largest_peak
 from .._bytes import format_bytes
 from .at_once import AtOnce
-from .choices import STRIP, Choice, Learned, Planner, result_sizes
+from .choices import Choice, Learned, Planner, result_sizes, strip_bytes
 from .graph import Graph
 from .kinds import Kinds, kinds_of
 from .plan import Least, Stretch, TilePlan, Wishes, fits
@@ -20,8 +20,8 @@ from .sweeps import bytes_of
 
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
-TILE = 4 * STRIP
-"""Of the largest value, what a tile of the backward pass has where speed alone counts."""
+TILE = 4
+"""Strips' bytes that a tile of the backward pass has of the largest value where speed alone counts."""
 MUCH_LESS, LESS = 0.8, 0.99
 """A search for the least asks for these shares of what it has found so far."""
 STILL_LESS = 0.98
@@ -126,10 +126,8 @@ class Strips:
         if self._wishes.tile:
             return self._of_wish()
         largest = max(bytes_of(self._graph, v) for v in self.kinds.dims) * math.prod(self._widest)
-        return [
-            Fraction(1, max(1, min(math.ceil(largest / TILE), result_sizes(self._graph, self.kinds)[0]))),
-            *self._widest,
-        ]
+        number = math.ceil(largest / (TILE * strip_bytes(self._graph)))
+        return [Fraction(1, max(1, min(number, result_sizes(self._graph, self.kinds)[0]))), *self._widest]
 
 
 class Bands(Strips):
