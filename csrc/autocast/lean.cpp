@@ -77,6 +77,13 @@ constexpr const char* kAvgPool3d = "avg_pool3d";
 constexpr const char* kAdaptiveMaxPool3d = "adaptive_max_pool3d";
 constexpr const char* kAdaptiveAvgPool3d = "adaptive_avg_pool3d";
 
+// Whether this torch's autocast has the operator run in float32 on CUDA: rms_norm does in 2.14, not in 2.11.
+consteval bool stays_in_float32(std::string_view name) {
+#define PATCHCONV_IS(operator_name, ...) name == #operator_name ||
+  return AT_FORALL_FP32(PATCHCONV_IS) false;
+#undef PATCHCONV_IS
+}
+
 TORCH_LIBRARY_IMPL(patchconv, AutocastCPU, m) {
   enter<c10::kCPU, true, Linear, &kLinear>(m);
   enter<c10::kCPU, true, Prelu, &kPrelu>(m);
@@ -91,7 +98,7 @@ TORCH_LIBRARY_IMPL(patchconv, AutocastCUDA, m) {
   enter<c10::kCUDA, true, Prelu, &kPrelu>(m);
   enter<c10::kCUDA, false, Unary, &kSoftplus>(m);
   enter<c10::kCUDA, false, LayerNorm, &kLayerNorm>(m);
-  enter<c10::kCUDA, false, RmsNorm, &kRmsNorm>(m);
+  if constexpr (stays_in_float32(kRmsNorm)) enter<c10::kCUDA, false, RmsNorm, &kRmsNorm>(m);
   enter<c10::kCUDA, false, GroupNorm, &kGroupNorm>(m);
   enter<c10::kCUDA, false, GroupNorm, &kGroupNormSilu>(m);
 }

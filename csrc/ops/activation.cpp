@@ -69,6 +69,13 @@ namespace {
 
 Tensor flat(const Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 
+// Stock's threshold is rounded to the tensor's type on CUDA, and there alone.
+double threshold_of(const Tensor& input, double a) {
+  if (!input.is_cuda() || !at::isReducedFloatingType(input.scalar_type())) return a;
+  return input.scalar_type() == at::kHalf ? static_cast<double>(static_cast<at::Half>(a))
+                                          : static_cast<double>(static_cast<at::BFloat16>(a));
+}
+
 Tensor inside(const Tensor& input, Mask mask, double a, double b) {
   // Stock compares in float32, with limits that are not rounded to half precision.
   const Tensor x = at::isReducedFloatingType(input.scalar_type()) ? input.to(at::kFloat) : input;
@@ -80,7 +87,7 @@ Tensor inside(const Tensor& input, Mask mask, double a, double b) {
     case Mask::kHardtanh:
       return x.le(a).logical_or_(x.ge(b)).logical_not_();
     case Mask::kThreshold:
-      return x.le(a).logical_not();
+      return x.le(threshold_of(input, a)).logical_not();
     case Mask::kHardsigmoid:
       return x.gt(-3).logical_and(x.lt(3));
   }

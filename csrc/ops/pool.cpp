@@ -128,6 +128,9 @@ std::tuple<Tensor, Tensor> max_pool_with_aten(const Tensor& input, IntArrayRef k
                     : at::max_pool3d_with_indices(input, kernel, stride, padding, dilation, ceil);
     }
   }
+  const auto format = input.suggest_memory_format();  // stock loses it for adaptive pools of volumes on CUDA
+  output = output.contiguous(format);
+  indices = indices.contiguous(format);
   const Grid grid(spec, spatial(input), output_size, input.device());
   return {output, grid.offsets(indices, offset_type(windows_of(spec, spatial(input), output_size)))};
 }

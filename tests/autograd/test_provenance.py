@@ -84,7 +84,11 @@ def gradients(y: Tensor, *inputs: Tensor, **options: bool) -> list[Tensor | None
 
 
 def same(a: list[Tensor | None], b: list[Tensor | None]) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    """The same bits; on CUDA, where stock adds the gradients of some pools, resizes and pads in any order, to rounding."""
+    for one, other in zip(a, b, strict=True):
+        some = other is not None and other.is_cuda
+        atol = 16 * torch.finfo(other.dtype).eps * float(other.abs().max()) if some else 0
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
 def either_way(call: Callable[[], Tensor], *inputs: Tensor) -> None:
@@ -128,8 +132,9 @@ def test_first_and_second_derivatives(device, name):
         return run(name, x, {"gamma": gamma, "beta": beta}, w)
 
     inputs = (x, w, p["gamma"], p["beta"])
-    assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-5)
-    assert torch.autograd.gradgradcheck(function, inputs, eps=1e-6, atol=1e-4)
+    tolerance = 1e-12 if device == "cuda" else 0.0  # of two backward passes; see `same`
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-5, nondet_tol=tolerance)
+    assert torch.autograd.gradgradcheck(function, inputs, eps=1e-6, atol=1e-4, nondet_tol=tolerance)
 
 
 @ALL

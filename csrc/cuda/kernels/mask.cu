@@ -9,6 +9,7 @@ namespace patchconv::kernels {
 
 namespace {
 
+// Limits as given, but a threshold: stock's is rounded to the tensor's type.
 template <Mask kMask>
 PATCHCONV_DEVICE bool is_inside(float x, float a, float b) {
   if constexpr (kMask == Mask::kRelu) return !(x <= 0);
@@ -18,13 +19,13 @@ PATCHCONV_DEVICE bool is_inside(float x, float a, float b) {
   if constexpr (kMask == Mask::kHardsigmoid) return x > -3 && x < 3;
 }
 
-// `a` and `b` are as given, for comparisons; `low` and `high` are rounded to the tensor's type, for values.
+// `a` is as given; `low` and `high`, `a` and `b` rounded to the tensor's type, are for values.
 template <Mask kMask>
 PATCHCONV_DEVICE float value_of(float x, float a, float low, float high) {
   if constexpr (kMask == Mask::kRelu) return x <= 0 ? 0 : x;
   if constexpr (kMask == Mask::kLeakyRelu) return x > 0 ? x : multiply(x, a);
   if constexpr (kMask == Mask::kHardtanh) return x <= low ? low : x >= high ? high : x;
-  if constexpr (kMask == Mask::kThreshold) return x <= a ? high : x;
+  if constexpr (kMask == Mask::kThreshold) return x <= low ? high : x;
   if constexpr (kMask == Mask::kHardsigmoid) {
     const float moved = add(x, 3);
     return multiply(moved <= 0 ? 0 : moved >= 6 ? 6 : moved, 1.0f / 6);
@@ -39,6 +40,7 @@ __global__ void __launch_bounds__(kElementThreads) mask_forward_kernel(MaskForwa
   const T* other = static_cast<const T*>(call.other);
   const bool whole = E::whole(call.count, aligned);
   const float low = to_float(from_float<T>(call.a)), high = to_float(from_float<T>(call.b));
+  const float limit = kMask == Mask::kThreshold ? low : call.a;
   typename E::Piece pieces[E::kVectors], others[kSum ? E::kVectors : 1];
 #pragma unroll
   for (int v = 0; v < E::kVectors; ++v) pieces[v] = E::load(x, E::first(v), call.count, whole);
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kElementThreads) mask_forward_kernel(MaskForwa
       // The sum is rounded to the tensor's type, as the sum of two tensors is.
       if constexpr (kSum) value = to_float(from_float<T>(add(value, to_float(others[v].at[i]))));
       const bool there = begin + i < call.count;
-      mine |= static_cast<uint32_t>(there && is_inside<kMask>(value, call.a, call.b)) << i;
+      mine |= static_cast<uint32_t>(there && is_inside<kMask>(value, limit, call.b)) << i;
       pieces[v].at[i] = from_float<T>(value_of<kMask>(value, call.a, low, high));
     }
     store_bits<E::kCount>(call.bits, mine, begin, call.count);
