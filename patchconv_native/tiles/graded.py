@@ -21,7 +21,7 @@ from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
 from .sweeps import bytes_of, leading_to
-from .ways import TILE, Bands, narrower
+from .ways import Bands, narrower, tile_bytes
 
 MARGIN_OF_BACKWARD = 0.10
 """In place of MARGIN's: what libraries take in a backward pass is known less well."""
@@ -234,7 +234,7 @@ class Graded(Bands):
         values = [v for step in sweep.steps for v in self._graph.calls[step.call].outputs if v in self.kinds.dims]
         largest = max((bytes_of(self._graph, v) for v in (*values, *sweep.sources)), default=0)
         parts = [math.prod(shares) for shares in self._shares]
-        first = next((k for k, part in enumerate(parts) if largest * part <= TILE), len(parts) - 1)
+        first = next((k for k, part in enumerate(parts) if largest * part <= tile_bytes(self._graph)), len(parts) - 1)
         guess: float = 3 * sum(bytes_of(self._graph, v) for v in values)
         place = first
         while True:  # what a tile takes is about in proportion to its part of the image

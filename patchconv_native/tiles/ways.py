@@ -20,8 +20,8 @@ from .sweeps import bytes_of
 
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
-TILE = 4
-"""Strips' bytes that a tile of the backward pass has of the largest value where speed alone counts."""
+STRIPS_OF_TILE = 4
+"""What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 MUCH_LESS, LESS = 0.8, 0.99
 """A search for the least asks for these shares of what it has found so far."""
 STILL_LESS = 0.98
@@ -29,6 +29,11 @@ STILL_LESS = 0.98
 
 Found = tuple[set[int], Choice]
 """What is stored between sweeps, and how these are cut."""
+
+
+def tile_bytes(graph: Graph) -> int:
+    """Of the largest value, what a tile of the backward pass should have where speed alone counts."""
+    return STRIPS_OF_TILE * strip_bytes(graph)
 
 
 class Strips:
@@ -126,7 +131,7 @@ class Strips:
         if self._wishes.tile:
             return self._of_wish()
         largest = max(bytes_of(self._graph, v) for v in self.kinds.dims) * math.prod(self._widest)
-        number = math.ceil(largest / (TILE * strip_bytes(self._graph)))
+        number = math.ceil(largest / tile_bytes(self._graph))
         return [Fraction(1, max(1, min(number, result_sizes(self._graph, self.kinds)[0]))), *self._widest]
 
 

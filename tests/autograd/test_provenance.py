@@ -84,7 +84,7 @@ def gradients(y: Tensor, *inputs: Tensor, **options: bool) -> list[Tensor | None
 
 
 def same(a: list[Tensor | None], b: list[Tensor | None]) -> None:
-    """The same bits; on CUDA, where stock adds the gradients of some pools, resizes and pads in any order, to rounding."""
+    """The same bits. On CUDA, where stock adds gradients of some pools, resizes and pads in any order, to rounding."""
     for one, other in zip(a, b, strict=True):
         some = other is not None and other.is_cuda
         atol = 16 * torch.finfo(other.dtype).eps * float(other.abs().max()) if some else 0

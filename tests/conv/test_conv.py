@@ -157,7 +157,7 @@ def test_half_precision_is_rounded_once(device, dtype, mode, stride, splits):
         (got,) = torch.autograd.grad(y, x, grad)
     assert [r["path"] for r in records] == ["tiled"]
 
-    def gradient(weight: Tensor, grad: Tensor) -> Tensor:
+    def gradient(weight: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         exact_x = x.detach().double().requires_grad_()
         exact = reference.conv(exact_x, weight.double(), None, stride=stride, padding=4, padding_mode=mode)
         return torch.autograd.grad(exact, exact_x, grad.double())[0]

@@ -3,11 +3,11 @@
 Outputs, gradients and running statistics. Exact values are stock PyTorch's in float64 on the CPU, fed with the rounded
 tensors that the device gets. An error may be 1.1 times stock's largest on the same input and device, plus one rounding
 of the result's largest number. One value per channel, and the input's gradient, may have two roundings, since they
-depend on values that are rounded to float32 first, such as the deviation; instance norm's, which are put together from
-those of each image, four. The terms of a sum over a channel cancel: its
-rounding is taken of the root of the sum of their squares. Where a ReLU's input is zero but for rounding, two right
-answers differ in the whole gradient. So exact gradients use the mask of the output that is tested, and the test of the
-output shows that this mask is right.
+depend on values that are rounded to float32 first, such as the deviation; instance norm's, whose statistics are of one
+image each, may have twice as much in all. The terms of a sum over a channel cancel: its rounding is taken of the root
+of the sum of their squares. Where a ReLU's input is zero but for rounding, two right answers differ in the whole
+gradient. So exact gradients use the mask of the output that is tested, and the test of the output shows that this mask
+is right.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def check(norm: Norm, dtype: torch.dtype, content: str, form: Form, device: str 
             continue
         stocks = float((stock[part].cpu().double() - theirs[part]).abs().max())
         roundings = 2 if got.dim() == 1 or part == "gradient of x" else 1
-        roundings *= 2 if got.dim() == 1 and norm.moves and norm.least_dims == 3 else 1  # instance norm
         bound = 1.1 * stocks + roundings * UNIT[got.dtype] * sizes[part]
+        bound *= 2 if got.dim() == 1 and norm.moves and norm.least_dims == 3 else 1  # instance norm
         bound += 2.0**-25 if got.dtype == torch.float16 else 1e-300  # half a step between denormal numbers
         error = (got.cpu().double() - wanted[part]).abs().nan_to_num(float("inf")).max()
         assert error <= bound, f"{part}: error {float(error / bound):.3g} times its bound"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, heap, ways
+from patchconv_native.tiles import choices, heap
 
 
 def block(a: int, b: int) -> nn.Sequential:
@@ -221,8 +221,6 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles(budget="1GiB") == 1
     assert 1 < tiles(budget="8MiB") < tiles(budget="2MiB")
     assert tiles() == 1
-    monkeypatch.setattr(ways, "TILE", 2**18)
-    assert tiles() == 128 * 128 * 24 * 4 / 2**18
     monkeypatch.setattr(choices, "STRIP", 2**16)
     assert tiles() == 128 * 128 * 24 * 4 / 2**18
 
