@@ -165,7 +165,7 @@ class BackwardCosts:
         return self._known[key]
 
     def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
-        graph, peak = self.graph, PeakOf()
+        graph, peak = self.graph, PeakOf(self.graph)
         with graph.mode, torch.no_grad():
             predicted = _Predicted(plan, self._run, self._swaps, self._grads, self._sums, borders)
         counted = Storages(peak, graph.fakes[graph.inputs[0]].device)

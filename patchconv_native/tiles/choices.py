@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from .._bytes import MIB
 from .bands import cut_across
 from .chains import find_rooms, join_steps
 from .costs import (
@@ -32,11 +31,9 @@ from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import reach_of
+from .strip_sizes import strip_bytes
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
-STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
-"""Of the largest value of a sweep, what one strip should hold: on a CPU so that strips stay in its caches, on a GPU so
-that a call's work takes longer than to launch it."""
 MOST_CUT = 2**16
 """Steps times strips that a planner remembers while it looks for a choice, so that it takes little memory itself."""
 MOST_STRIPS = 4096
@@ -58,16 +55,6 @@ def result_sizes(graph: Graph, kinds: Kinds) -> list[int]:
     """Of the results, or of the images where no result is cut, the most coordinates along each axis."""
     values = [v for v in graph.results if v in kinds.dims] or graph.inputs[:1]
     return [max(graph.fakes[v].size(one.dims[v]) for v in values) for one in kinds.axes]
-
-
-def strip_bytes(graph: Graph) -> int:
-    """Of the largest value, what a strip should have where speed alone counts."""
-    return STRIP if graph.fakes[graph.inputs[0]].device.type == "cpu" else STRIP_OF_GPU
-
-
-def fits_a_strip(graph: Graph) -> bool:
-    """Whether every value does: then no more than one strip is wanted for speed."""
-    return all(bytes_of(graph, v) <= strip_bytes(graph) for v in range(len(graph.fakes)))
 
 
 Cut = tuple[int, int, bool]

@@ -41,15 +41,23 @@ class Cost:
     flops: int
 
 
-class PeakOf:
-    """Counts the storages that a step makes."""
+BLOCKS = {"cuda": 512}
+"""A device's allocator gives out multiples of so many bytes."""
 
-    def __init__(self) -> None:
+
+class PeakOf:
+    """Counts the storages that are made on a graph's device, as its allocator does."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._block = BLOCKS.get(graph.fakes[graph.inputs[0]].device.type, 1)
         self.now = self.most = 0
 
     def memory(self, block: int, size: int) -> None:
-        self.now += size
+        self.now += self.taken(size) if size > 0 else -self.taken(-size)
         self.most = max(self.most, self.now)
+
+    def taken(self, size: int) -> int:
+        return -(-size // self._block) * self._block
 
 
 def row_bytes(graph: Graph, kinds: Kinds, v: int, across: Region | None = None) -> int:
@@ -178,12 +186,12 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
         except NeedsWhole as needs:
             results = [needs.share]
         kept = [alone(t) for t in tensors([getattr(one, "_local", one) for one in results])]
-    result = sum(t.nbytes for t in kept)
+    result = sum(peak.taken(t.nbytes) for t in kept)
     return Cost(peak.most, result, counted.work["flops"])
 
 
 def _counted(graph: Graph) -> tuple[PeakOf, Storages]:
-    peak = PeakOf()
+    peak = PeakOf(graph)
     return peak, Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts, graph.storages)
 
 

@@ -20,8 +20,9 @@ from .choices import Choice, Planner
 from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
+from .strip_sizes import tile_bytes
 from .sweeps import bytes_of, leading_to
-from .ways import Bands, narrower, tile_bytes
+from .ways import Bands, narrower
 
 MARGIN_OF_BACKWARD = 0.10
 """In place of MARGIN's: what libraries take in a backward pass is known less well."""

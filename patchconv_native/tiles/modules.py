@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from .._budget import BudgetError
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_served, least_dimensions
-from .choices import fits_a_strip
 from .fold import in_channels_last
 from .forms import emptied, filled, form_of
 from .gradients import refuse_transforms
@@ -27,6 +26,7 @@ from .plan import TilePlan
 from .ranks import planned_together
 from .record import Recorded
 from .shared import strides_of
+from .strip_sizes import is_best_uncut
 from .tiling import budget_of, plan_graph, record_call, run_plan
 from .without_data import are_fake
 
@@ -37,8 +37,8 @@ _forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, bool]]] =
 """By the budget and the form of the call: plans without their graphs, and whether these are those of
 `in_channels_last`. They stay when a module is no longer tiled: with the same form a plan is the same.
 """
-_small: weakref.WeakKeyDictionary[nn.Module, list[list[Tensor]]] = weakref.WeakKeyDictionary()
-"""Images, without data, that are too small for strips to be faster than one call."""
+_small: weakref.WeakKeyDictionary[nn.Module, list[tuple[bool, list[Tensor]]]] = weakref.WeakKeyDictionary()
+"""Images, without data, for which strips are no faster than one call, each with whether gradients were on."""
 
 
 class _Tiled(Wrapped):
@@ -67,14 +67,18 @@ class _Tiled(Wrapped):
         if plan is None:
             small = _small.setdefault(self, [])
             like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]
-            small[:] = [*small[1 - _KEPT :], like]
+            small[:] = [*small[1 - _KEPT :], (torch.is_grad_enabled(), like)]
             return inner(*args, **kwargs)
         return run_plan(plan, arguments)
 
 
 def _is_small(module: nn.Module, images: list[Tensor]) -> bool:
     """Whether images like these, and not smaller ones, were too small for strips."""
-    return any(len(known) == len(images) and all(map(_is_no_larger, images, known)) for known in _small.get(module, ()))
+    graded = torch.is_grad_enabled()
+    return any(
+        graded == with_gradients and len(known) == len(images) and all(map(_is_no_larger, images, known))
+        for with_gradients, known in _small.get(module, ())
+    )
 
 
 def _is_no_larger(image: Tensor, other: Tensor) -> bool:
@@ -106,7 +110,7 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
 def _new_plan(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan | None:
     graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
     found = None
-    if budget is not None or not fits_a_strip(graph):
+    if budget is not None or not is_best_uncut(graph):
         found = _planned(module, graph, arguments, budget)
     if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
         graph.undo()

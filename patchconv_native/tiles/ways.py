@@ -12,16 +12,15 @@ from fractions import Fraction
 from .._budget import MARGIN, BudgetError, largest_peak
 from .._bytes import format_bytes
 from .at_once import AtOnce
-from .choices import Choice, Learned, Planner, result_sizes, strip_bytes
+from .choices import Choice, Learned, Planner, result_sizes
 from .graph import Graph
 from .kinds import Kinds, kinds_of
 from .plan import Least, Stretch, TilePlan, Wishes, fits
+from .strip_sizes import tile_bytes
 from .sweeps import bytes_of
 
 NARROWEST = 32
 """Bands of this many columns of the widest value, or fewer, are not cut further."""
-STRIPS_OF_TILE = 4
-"""What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 MUCH_LESS, LESS = 0.8, 0.99
 """A search for the least asks for these shares of what it has found so far."""
 STILL_LESS = 0.98
@@ -29,11 +28,6 @@ STILL_LESS = 0.98
 
 Found = tuple[set[int], Choice]
 """What is stored between sweeps, and how these are cut."""
-
-
-def tile_bytes(graph: Graph) -> int:
-    """Of the largest value, what a tile of the backward pass should have where speed alone counts."""
-    return STRIPS_OF_TILE * strip_bytes(graph)
 
 
 class Strips:

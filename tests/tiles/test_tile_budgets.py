@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import patchconv_native as pc
 from patchconv_native._budget import MARGIN, least_budget
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import tiling
+from patchconv_native.tiles import costs, tiling
 from patchconv_native.tiles.plan import RECORDING
 
 SEEDS = (7, *((2, 3, *range(SWEEP_SEED, SWEEP_SEED + 40)) if FULL else ()))
@@ -384,3 +384,17 @@ def test_long_planning_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         monkeypatch.setattr(tiling, "LONG", seconds)
         pc.tile(net, x, progress=True)
         assert ("tile: planning" in capsys.readouterr().err) == said
+
+
+@torch.no_grad()
+def test_memory_counts_in_blocks_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: numbers of the whole image are few bytes a strip, each in a block of its own."""
+    net, x = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.GroupNorm(2, 4)), torch.randn(1, 4, 256, 16)
+
+    def peaks() -> list[int]:
+        return [pc.tile_plan(net, x, tile=rows).peak for rows in (8, 2)]
+
+    before = peaks()
+    monkeypatch.setattr(costs, "BLOCKS", {"cpu": 4096})
+    more = [now - was for now, was in zip(peaks(), before, strict=True)]
+    assert more[0] > 0.9 * 32 * 4096 and more[1] > 0.9 * 128 * 4096 and more[1] > 3 * more[0]

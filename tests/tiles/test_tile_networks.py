@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
-from patchconv_native.tiles import choices
+from patchconv_native.tiles import choices, strip_sizes
 
 ALL = os.environ.get("PATCHCONV_ALL_MODELS", "0") == "1"
 
@@ -234,7 +234,7 @@ def test_decoders_of_videos(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vae, z = getattr(diffusers, name)(**numbers).eval().double(), structured(shape)
     want = vae.decode(z).sample
     assert want.std() > 1e-3
-    monkeypatch.setattr(choices, "STRIP", want.nbytes // 10)  # so that there are strips
+    monkeypatch.setattr(strip_sizes, "STRIP", want.nbytes // 10)  # so that there are strips
     monkeypatch.setattr(choices, "THINNEST", 1)
     for dim in (2, 3) if ALL else (3,):
         assert error(pc.tile(lambda z: vae.decode(z).sample, z, tile=5, dim=dim), want) < most

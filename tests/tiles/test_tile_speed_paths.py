@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, fold
+from patchconv_native.tiles import choices, fold, strip_sizes
 
 
 @pytest.fixture(autouse=True)
 def _small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold, "_PLACES_A_WEIGHT", 0)
-    monkeypatch.setattr(choices, "STRIP", 2**15)
+    monkeypatch.setattr(strip_sizes, "STRIP", 2**15)
     monkeypatch.setattr(choices, "THINNEST", 1)
 
 
@@ -233,7 +233,7 @@ def test_strips_in_either_layout_keep_the_predicted_peak(
     batch: int, images: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the strip at the border, which gets its padding, has fewer rows than others."""
-    monkeypatch.setattr(choices, "STRIP", 2**17)
+    monkeypatch.setattr(strip_sizes, "STRIP", 2**17)
     torch.manual_seed(0)
     net, x = nn.Sequential(Small(images).first, nn.Conv2d(8, 2, 3, padding=1)), structured((batch, images, 90, 64))
     x = x.float()
@@ -245,7 +245,7 @@ def test_strips_in_either_layout_keep_the_predicted_peak(
 
 @torch.no_grad()
 def test_the_copy_behind_padding_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "STRIP", 2**17)
+    monkeypatch.setattr(strip_sizes, "STRIP", 2**17)
     conv, x = nn.Conv2d(64, 4, 3, padding=1), structured((3, 64, 40, 16)).float()
     for budget in (None, "300KiB"):
         predicted, found = pc.tile_plan(conv, x, budget=budget), []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from support.pairs import FULL
 from support.spatial_chains import structured
 from test_tile_gradients import SMALL, Function, assert_alike, conv, graded, images
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, heap
+from patchconv_native.tiles import heap, strip_sizes
 
 
 def block(a: int, b: int) -> nn.Sequential:
@@ -221,7 +224,7 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tiles(budget="1GiB") == 1
     assert 1 < tiles(budget="8MiB") < tiles(budget="2MiB")
     assert tiles() == 1
-    monkeypatch.setattr(choices, "STRIP", 2**16)
+    monkeypatch.setattr(strip_sizes, "STRIP", 2**16)
     assert tiles() == 128 * 128 * 24 * 4 / 2**18
 
 
@@ -293,3 +296,21 @@ def test_stored_values_in_files_are_not_in_the_budget(folder: bool, tmp_path: An
     assert peak <= refused.value.least
     del y
     assert not list(tmp_path.iterdir())
+
+
+def test_on_a_gpu_training_is_cut_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values would take more than half of its memory. Without gradients strips are for speed, and cost little."""
+    plan, size = pc.tile_plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU()), torch.randn(1, 3, 66, 66)), 8 * 64 * 64 * 4
+    with FakeTensorMode():
+        plan.graph.fakes = [torch.empty(fake.shape, device="cuda") for fake in plan.graph.fakes]
+    whole = sum(fake.nbytes for fake in plan.graph.fakes)
+    assert plan.graph.needs and whole > 2 * size
+
+    def uncut(strip: int, memory: int, needs: set[int]) -> bool:
+        monkeypatch.setattr(strip_sizes, "STRIP_OF_GPU", strip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+        return strip_sizes.is_best_uncut(dataclasses.replace(plan.graph, needs=needs))
+
+    assert uncut(size, 0, set()) and uncut(size, 0, plan.graph.needs)
+    assert uncut(size - 1, 2 * whole, plan.graph.needs) and not uncut(size - 1, 2 * whole, set())
+    assert not uncut(size - 1, 2 * whole - 1, plan.graph.needs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices
+from patchconv_native.tiles import strip_sizes
 from patchconv_native.tiles.arguments import Arguments
 from patchconv_native.tiles.outside import largest_read
 from patchconv_native.tiles.plan import TilePlan
@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_networks(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
-    monkeypatch.setattr(choices, "STRIP", 20_000)
+    monkeypatch.setattr(strip_sizes, "STRIP", 20_000)
     module, x = NETWORKS[name]().double().eval(), structured((2, 3, 46, 38))
     want = module(x)
     more = dict(WAYS[way])
@@ -81,7 +81,7 @@ def test_networks(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_several_images_and_results(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(choices, "STRIP", 20_000)
+    monkeypatch.setattr(strip_sizes, "STRIP", 20_000)
     module, x, other = Several().double(), structured((2, 3, 37, 30)), structured((2, 1, 37, 30)).numpy()
     more = {**WAYS[way], "store": tmp_path} if WAYS[way].get("store") == "files" else WAYS[way]
     plan = planned(module, (x, other), **more)

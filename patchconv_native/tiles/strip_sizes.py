@@ -1,0 +1,38 @@
+"""How large strips and tiles should be where speed alone counts."""
+
+from __future__ import annotations
+
+import torch
+
+from .._bytes import MIB
+from .graph import Graph
+from .sweeps import bytes_of
+
+STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
+"""Of the largest value of a sweep, what one strip should hold: on a CPU so that strips stay in its caches, on a GPU so
+that a call's work takes longer than to launch it."""
+STRIPS_OF_TILE = 4
+"""What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
+
+
+def strip_bytes(graph: Graph) -> int:
+    """Of the largest value, what a strip should have where speed alone counts."""
+    return STRIP if graph.fakes[graph.inputs[0]].device.type == "cpu" else STRIP_OF_GPU
+
+
+def tile_bytes(graph: Graph) -> int:
+    """Of the largest value, what a tile of the backward pass should have where speed alone counts."""
+    return STRIPS_OF_TILE * strip_bytes(graph)
+
+
+def is_best_uncut(graph: Graph) -> bool:
+    """Whether no more than one strip is wanted for speed: every value fits into one. Tiles compute again what one call
+    keeps for its backward pass, so on a GPU, whose memory is there for it, all values may have half of that.
+    """
+    if all(bytes_of(graph, v) <= strip_bytes(graph) for v in range(len(graph.fakes))):
+        return True
+    device = graph.fakes[graph.inputs[0]].device
+    if not graph.needs or device.type != "cuda":
+        return False
+    memories = {fake.untyped_storage()._cdata: fake.untyped_storage().nbytes() for fake in graph.fakes}
+    return sum(memories.values()) <= torch.cuda.get_device_properties(device).total_memory // 2
