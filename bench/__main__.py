@@ -30,6 +30,7 @@ SCRIPTS = (
     "tile",
     "tile_speed",
     "tile_training",
+    "megapixels",
     "tile_ranks",
     "from_disk",
     "memory_trace",

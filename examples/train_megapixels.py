@@ -1,6 +1,6 @@
 """Trains a segmentation network on whole images of many megapixels, in a given memory.
 
-    python train_megapixels.py                                   # 50 megapixels, 2 GiB
+    python train_megapixels.py                                   # 50 megapixels; the process grows by less than 2 GiB
     python train_megapixels.py --side 512 --budget 64MiB --picture discs.png
 
 Each step is one on the whole image: batch norms see all of it, and the loss is over every pixel. The images are made
@@ -11,6 +11,7 @@ import argparse
 import time
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,12 +19,11 @@ import patchconv_native as pc
 
 
 def block(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
-    conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
 
 class Segmenter(nn.Module):
-    """Ends in its loss, so that no gradient of the image's size is ever there."""
+    """Takes bytes, and ends in its loss: no gradient of the image's size is ever there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,26 +31,28 @@ class Segmenter(nn.Module):
         self.head = nn.Conv2d(32, 2, 1)
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.interpolate(self.head(self.down(x)), scale_factor=4.0, mode="bilinear")
+        return F.interpolate(self.head(self.down(x / 255)), scale_factor=4.0, mode="bilinear")
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x), target)
+        return F.cross_entropy(self.logits(x), target.long())
 
 
 def image(side: int) -> tuple[Tensor, Tensor]:
-    """(1, 3, side, side) and (1, side, side)."""
-    target = torch.zeros(1, side, side, dtype=torch.long)
-    at = torch.arange(side) / side
-    for y, x, radius in torch.rand(20, 3).tolist():
-        target[0][(at[:, None] - y) ** 2 + (at - x) ** 2 < (0.02 + 0.06 * radius) ** 2] = 1
-    return torch.randn(1, 3, side, side).mul_(0.7).add_(target[:, None]), target
+    """(1, 3, side, side) and (1, side, side), made in parts, which take little memory."""
+    x, target = torch.empty(1, 3, side, side, dtype=torch.uint8), torch.empty(1, side, side, dtype=torch.uint8)
+    discs, at = torch.rand(20, 3).tolist(), torch.arange(side) / side
+    for rows in (slice(first, first + 64) for first in range(0, side, 64)):
+        inside = [(at[rows, None] - y) ** 2 + (at - x) ** 2 < (0.02 + 0.06 * r) ** 2 for y, x, r in discs]
+        target[0, rows] = torch.stack(inside).any(0)
+        x[0, :, rows] = (50 * torch.randn(3, *target[0, rows].shape) + 75 + 75 * target[0, rows]).clamp(0, 255)
+    return x, target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--side", type=int, default=7168)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--budget", default="2GiB")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--budget", default="1.5GiB")
     parser.add_argument("--picture", help="a file for a part of the last image and what the network says of it")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -67,12 +69,10 @@ def main() -> None:
         print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.picture:
         with torch.no_grad():
-            found = pc.tile(model.logits, x, budget=arguments.budget).argmax(1)
-        shown = torch.cat([x[0].clamp(0, 1), *(part.expand(3, -1, -1).float() for part in (target, found))], 2)
-        from PIL import Image
-
-        small = F.interpolate(shown[None], size=(512, 3 * 512), mode="area")[0]
-        Image.fromarray((255 * small).byte().permute(1, 2, 0).numpy()).save(arguments.picture)
+            found = pc.tile(lambda x: model.logits(x).argmax(1).byte(), x, budget=arguments.budget)
+        shown = torch.cat([x[0], *(255 * part.expand(3, -1, -1) for part in (target, found))], 2)
+        every = arguments.side // 512 + 1
+        Image.fromarray(shown[:, ::every, ::every].permute(1, 2, 0).numpy()).save(arguments.picture)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,42 @@
+"""The table and the figure of what bench.megapixels measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from .drawing import COLOURS, bare, canvas, foot
+from .measure import GIB
+from .tables import Row, Section, mib
+
+
+def sections(data: Row) -> Iterator[Section]:
+    losses, seconds = data["losses"], data["seconds"]
+    process, libraries = data["process"], data["libraries"]
+    yield Section(
+        f"`examples/train_megapixels.py` on images of {data['side']}x{data['side']}, {data['side'] ** 2 / 1e6:.0f} "
+        f"megapixels, each a new one, with a budget of {data['budget']}. The process held {mib(process)} MiB at most. Of "
+        f"these it holds {mib(libraries)} with tiny images too; {mib(process - libraries)} MiB are images and what "
+        f"training takes. One step of stock needs {mib(data['stock'])} MiB above images and parameters (predicted). The "
+        f"first step, which plans, took {seconds[0]:.0f} s, the others {statistics.median(seconds[1:]):.0f} s (median)."
+    )
+    yield Section(
+        "The last image, where its discs are, and what the network says of it:\n\n![discs](megapixels_discs.jpg)",
+        ["step", "loss", "seconds"],
+        [[str(k), f"{loss:.4f}", f"{t:.1f}"] for k, (loss, t) in enumerate(zip(losses, seconds, strict=True))],
+    )
+
+
+def figure(data: Row) -> Any:
+    drawn, places = canvas(1, 1, 6, 3.2)
+    axes = places[0][0]
+    axes.plot(data["losses"], marker="o", markersize=4, color=COLOURS["ours"])
+    axes.set_yscale("log")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("cross entropy", fontsize=8)
+    title = f"{data['side'] ** 2 / 1e6:.0f} megapixels a step, {(data['process'] - data['libraries']) / GIB:.2f} GiB"
+    axes.set_title(title, fontsize=9)
+    bare(axes)
+    foot(drawn, data)
+    return drawn
