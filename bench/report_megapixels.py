@@ -13,13 +13,13 @@ from .tables import Row, Section, mib
 
 def sections(data: Row) -> Iterator[Section]:
     losses, seconds = data["losses"], data["seconds"]
-    process, libraries = data["process"], data["libraries"]
+    process, libraries, later = data["process"], data["libraries"], statistics.median(seconds[1:])
     yield Section(
         f"`examples/train_megapixels.py` on images of {data['side']}x{data['side']}, {data['side'] ** 2 / 1e6:.0f} "
         f"megapixels, each a new one, with a budget of {data['budget']}. The process held {mib(process)} MiB at most, "
         f"of which it holds {mib(libraries)} with tiny images too; {mib(process - libraries)} MiB are images and what "
         f"training takes. One step of stock needs {mib(data['stock'])} MiB above images and parameters (predicted). "
-        f"The first step, which plans, took {seconds[0]:.0f} s, the others {statistics.median(seconds[1:]):.0f} s (median)."
+        f"The first step, with planning, took {seconds[0]:.0f} s, the others {later:.0f} (median)."
     )
     yield Section(
         "The last image, where its discs are, and what the network says of it:\n\n![discs](megapixels_discs.jpg)",
