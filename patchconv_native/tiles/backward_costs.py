@@ -165,10 +165,11 @@ class BackwardCosts:
         return self._known[key]
 
     def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
-        graph, peak = self.graph, PeakOf(self.graph)
+        graph, device = self.graph, self.graph.fakes[self.graph.inputs[0]].device
+        peak = PeakOf(device.type)
         with graph.mode, torch.no_grad():
             predicted = _Predicted(plan, self._run, self._swaps, self._grads, self._sums, borders)
-        counted = Storages(peak, graph.fakes[graph.inputs[0]].device)
+        counted = Storages(peak, device)
         summed = [*self._sums.values(), *(one.grad for one in self._swaps.values())]
         counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, self._grads, summed])
         with graph.mode, counted, torch.no_grad():

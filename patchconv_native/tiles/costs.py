@@ -46,10 +46,10 @@ BLOCKS = {"cuda": 512}
 
 
 class PeakOf:
-    """Counts the storages that are made on a graph's device, as its allocator does."""
+    """Counts the storages that are made on a device, as its allocator does."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._block = BLOCKS.get(graph.fakes[graph.inputs[0]].device.type, 1)
+    def __init__(self, device: str = "cpu") -> None:
+        self._block = BLOCKS.get(device, 1)
         self.now = self.most = 0
 
     def memory(self, block: int, size: int) -> None:
@@ -191,8 +191,9 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
 
 
 def _counted(graph: Graph) -> tuple[PeakOf, Storages]:
-    peak = PeakOf(graph)
-    return peak, Storages(peak, graph.fakes[graph.inputs[0]].device, graph.casts, graph.storages)
+    device = graph.fakes[graph.inputs[0]].device
+    peak = PeakOf(device.type)
+    return peak, Storages(peak, device, graph.casts, graph.storages)
 
 
 def whole_cost(graph: Graph, kinds: Kinds, place: int, outside: Outside) -> int:
