@@ -21,7 +21,7 @@ def run(name: str, *arguments: str, ranks: int = 0) -> str:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
