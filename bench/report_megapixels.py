@@ -22,7 +22,7 @@ def sections(data: Row) -> Iterator[Section]:
         f"The first step, with planning, took {seconds[0]:.0f} s, the others {later:.0f} (median)."
     )
     yield Section(
-        "The last image, where its discs are, and what the network says of it:\n\n![discs](megapixels_discs.jpg)",
+        "Another image, where its discs are, and what the network says of it then:\n\n![discs](megapixels_discs.jpg)",
         ["step", "loss", "seconds"],
         [[str(k), f"{loss:.4f}", f"{t:.1f}"] for k, (loss, t) in enumerate(zip(losses, seconds, strict=True))],
     )

@@ -34,26 +34,26 @@ class Segmenter(nn.Module):
         return F.interpolate(self.head(self.down(x / 255)), scale_factor=4.0, mode="bilinear")
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(x), target.long())
+        return F.cross_entropy(self.logits(x), target[:, 0].long())
 
 
 def image(side: int) -> tuple[Tensor, Tensor]:
-    """(1, 3, side, side) and (1, side, side), made in parts, which take little memory."""
-    x, target = torch.empty(1, 3, side, side, dtype=torch.uint8), torch.empty(1, side, side, dtype=torch.uint8)
+    """(1, 3, side, side) and (1, 1, side, side), made in parts, which take little memory."""
+    x, target = torch.empty(1, 3, side, side, dtype=torch.uint8), torch.empty(1, 1, side, side, dtype=torch.uint8)
     discs, at = torch.rand(20, 3).tolist(), torch.arange(side) / side
     for rows in (slice(first, first + 64) for first in range(0, side, 64)):
         inside = [(at[rows, None] - y) ** 2 + (at - x) ** 2 < (0.02 + 0.06 * r) ** 2 for y, x, r in discs]
-        target[0, rows] = torch.stack(inside).any(0)
-        x[0, :, rows] = (50 * torch.randn(3, *target[0, rows].shape) + 75 + 75 * target[0, rows]).clamp(0, 255)
+        target[0, 0, rows] = torch.stack(inside).any(0)
+        x[0, :, rows] = (50 * torch.randn(3, *inside[0].shape) + 75 + 75 * target[0, :, rows]).clamp(0, 255)
     return x, target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--side", type=int, default=7168)
+    parser.add_argument("--side", type=int, default=7072)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--budget", default="1.5GiB")
-    parser.add_argument("--picture", help="a file for a part of the last image and what the network says of it")
+    parser.add_argument("--budget", default="1.25GiB")
+    parser.add_argument("--picture", help="a file for another image and what the network says of it")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     model = Segmenter()
@@ -61,17 +61,17 @@ def main() -> None:
     pc.tile_modules(model, "", arguments.budget)  # every call of it from here on
     for step in range(arguments.steps):
         start = time.perf_counter()
-        x, target = image(arguments.side)
         optimizer.zero_grad()
-        loss = model(x, target)
+        loss = model(*image(arguments.side))
         loss.backward()
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.picture:
+        x, target = image(arguments.side)
         with torch.no_grad():
-            found = pc.tile(lambda x: model.logits(x).argmax(1).byte(), x, budget=arguments.budget)
-        shown = torch.cat([x[0], *(255 * part.expand(3, -1, -1) for part in (target, found))], 2)
-        every = arguments.side // 512 + 1
+            found = pc.tile(lambda x: model.logits(x).argmax(1, keepdim=True).byte(), x, budget=arguments.budget)
+        shown = torch.cat([x[0], *(255 * part[0].expand(3, -1, -1) for part in (target, found))], 2)
+        every = max(1, arguments.side // 512)
         Image.fromarray(shown[:, ::every, ::every].permute(1, 2, 0).numpy()).save(arguments.picture)
 
 
