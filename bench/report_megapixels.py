@@ -35,7 +35,10 @@ def figure(data: Row) -> Any:
     axes.set_yscale("log")
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("cross entropy", fontsize=8)
-    title = f"{data['side'] ** 2 / 1e6:.0f} megapixels a step, {(data['process'] - data['libraries']) / GIB:.2f} GiB"
+    axes.set_xticks(range(0, len(data["losses"]), 5))
+    axes.tick_params(labelsize=7)
+    grown = (data["process"] - data["libraries"]) / GIB
+    title = f"{data['side'] ** 2 / 1e6:.0f} megapixels a step; the process grew by {grown:.2f} GiB"
     axes.set_title(title, fontsize=9)
     bare(axes)
     foot(drawn, data)
