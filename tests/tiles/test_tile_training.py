@@ -314,3 +314,30 @@ def test_on_a_gpu_training_is_cut_where_it_does_not_fit(monkeypatch: pytest.Monk
     assert uncut(size, 0, set()) and uncut(size, 0, plan.graph.needs)
     assert uncut(size - 1, 2 * whole, plan.graph.needs) and not uncut(size - 1, 2 * whole, set())
     assert not uncut(size - 1, 2 * whole - 1, plan.graph.needs)
+
+
+def test_images_and_masks_of_bytes() -> None:
+    """Strips of them become numbers: nothing of their size is made, and the gradients are those of one call."""
+
+    class ToLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(block(3, 4), nn.Conv2d(4, 2, 1)).double()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(x.double() / 255), mask[:, 0].long())
+
+    image = structured((2, 3, 45, 38)).sub(-2).mul(50).clamp(0, 255).byte()
+    mask = (image.double().mean(1, keepdim=True) > 100).byte()
+    model = ToLoss()
+    tiled = copy.deepcopy(model)
+    plan = pc.tile_plan(tiled, (image, mask), tile=7)
+    assert mask.unique().numel() == 2 and len(plan.graph.inputs) == 2 and plan.graph.made == 0
+    want, got = model(image, mask), pc.tile(tiled, (image, mask), tile=7)
+    want.backward()
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for one, other in zip(tiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    for one, other in zip(tiled.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
