@@ -3,15 +3,13 @@
     python train_megapixels.py                                   # 50 megapixels; the process grows by less than 2 GiB
     python train_megapixels.py --side 512 --budget 64MiB --picture discs.png
 
-Each step is one on the whole image: batch norms see all of it, and the loss is over every pixel. The images are made
-up: discs on a noisy ground, of which the network says where they are.
+Each step, its batch norms and its loss are of the whole image. Images are made up: discs on a noisy ground.
 """
 
 import argparse
 import time
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -57,8 +55,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     model = Segmenter()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     pc.tile_modules(model, "", arguments.budget)  # every call of it from here on
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(arguments.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -67,12 +65,14 @@ def main() -> None:
         optimizer.step()
         print(f"step {step}: loss {loss.item():.4f}, {time.perf_counter() - start:.1f} s", flush=True)
     if arguments.picture:
+        from PIL import Image
+
         x, target = image(arguments.side)
         with torch.no_grad():
             found = pc.tile(lambda x: model.logits(x).argmax(1, keepdim=True).byte(), x, budget=arguments.budget)
-        shown = torch.cat([x[0], *(255 * part[0].expand(3, -1, -1) for part in (target, found))], 2)
+        shown = torch.cat([x[0], *(255 * part[0].expand(3, -1, -1) for part in (target, found))], 2).permute(1, 2, 0)
         every = max(1, arguments.side // 512)
-        Image.fromarray(shown[:, ::every, ::every].permute(1, 2, 0).numpy()).save(arguments.picture)
+        Image.fromarray(shown[::every, ::every].numpy()).save(arguments.picture)
 
 
 if __name__ == "__main__":

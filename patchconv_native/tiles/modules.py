@@ -37,7 +37,7 @@ _forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, bool]]] =
 """By the budget and the form of the call: plans without their graphs, and whether these are those of
 `in_channels_last`. They stay when a module is no longer tiled: with the same form a plan is the same.
 """
-_small: weakref.WeakKeyDictionary[nn.Module, list[tuple[bool, list[Tensor]]]] = weakref.WeakKeyDictionary()
+_uncut: weakref.WeakKeyDictionary[nn.Module, list[tuple[bool, list[Tensor]]]] = weakref.WeakKeyDictionary()
 """Images, without data, for which strips are no faster than one call, each with whether gradients were on."""
 
 
@@ -57,7 +57,7 @@ class _Tiled(Wrapped):
             return inner(*args, **kwargs)
         arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
         refuse_transforms(OWNER, arguments.images)
-        if self._budget is None and _is_small(self, arguments.images):
+        if self._budget is None and _stays_uncut(self, arguments.images):
             return inner(*args, **kwargs)
         if are_fake(arguments.images):
             with _disable_current_modes():  # what planning makes is not of the call
@@ -65,19 +65,19 @@ class _Tiled(Wrapped):
         else:
             plan = planned_together(OWNER, arguments, lambda: _plan_for(self, inner, arguments, self._budget))
         if plan is None:
-            small = _small.setdefault(self, [])
+            uncut = _uncut.setdefault(self, [])
             like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]
-            small[:] = [*small[1 - _KEPT :], (torch.is_grad_enabled(), like)]
+            uncut[:] = [*uncut[1 - _KEPT :], (torch.is_grad_enabled(), like)]
             return inner(*args, **kwargs)
         return run_plan(plan, arguments)
 
 
-def _is_small(module: nn.Module, images: list[Tensor]) -> bool:
-    """Whether images like these, and not smaller ones, were too small for strips."""
+def _stays_uncut(module: nn.Module, images: list[Tensor]) -> bool:
+    """Whether strips were no faster for images like these, and not smaller ones."""
     graded = torch.is_grad_enabled()
     return any(
         graded == with_gradients and len(known) == len(images) and all(map(_is_no_larger, images, known))
-        for with_gradients, known in _small.get(module, ())
+        for with_gradients, known in _uncut.get(module, ())
     )
 
 
@@ -87,7 +87,7 @@ def _is_no_larger(image: Tensor, other: Tensor) -> bool:
 
 
 def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int | None) -> TilePlan | None:
-    """None, without a budget, for images that are too small for strips to be faster."""
+    """None, without a budget, where strips are no faster than one call."""
     known = _plans.setdefault(module, {})
     key, things = key_of(module, arguments, budget)
     if key in known:
@@ -163,7 +163,8 @@ def tile_modules(
 
     which: names of modules (as in named_modules(); one or several), a module class or several, a function
     (name, module) -> bool, or, without `budget`, a mapping of names to budgets: {"decoder": "1GiB"}. "" is the model
-    itself. budget: as of `tile`; None chooses strips for speed, and leaves small images to the module's own forward.
+    itself. budget: as of `tile`; None chooses strips for speed, and leaves small images to the module's own forward,
+    and on a GPU training steps whose values take less than half of its memory.
     dim: as of `tile`, for all of them. A call with images of too few dimensions for it runs as it is.
     `tile_modules(model, ())` undoes it. Parameters, hooks of these modules (which run once, outside), optimizers and
     state_dict stay. The model can be converted and reverted before or after. What was planned for an input is
@@ -190,5 +191,5 @@ def tile_modules(
     )  # fmt: skip
     for module in model.modules():
         _plans.pop(module, None)
-        _small.pop(module, None)
+        _uncut.pop(module, None)
     return changed

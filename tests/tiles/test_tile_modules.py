@@ -341,6 +341,10 @@ def test_small_images_are_recorded_once(net: Net, recorded: list[int]) -> None:
     pc.tile_modules(net)
     net(X[:, :, :40])
     assert len(recorded) == 4
+    with torch.enable_grad():  # where other sizes may be worth it
+        net(X[:, :, :40])
+        net(X[:, :, :40])
+    assert len(recorded) == 5
 
 
 @torch.no_grad()
