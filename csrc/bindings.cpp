@@ -48,6 +48,20 @@ py::dict built_with() {
   return facts;
 }
 
+py::tuple own_settings() {
+  const patchconv::OwnSettings& own = patchconv::own_settings();
+  py::object backend = py::none();
+  if (own.backend) backend = py::str(patchconv::backend_name(*own.backend));
+  return py::make_tuple(own.workspace_limit, backend, own.recompute);
+}
+
+void set_own_settings(std::optional<int64_t> workspace_limit, const std::optional<std::string>& backend,
+                      std::optional<bool> recompute) {
+  patchconv::OwnSettings own{.workspace_limit = workspace_limit, .recompute = recompute};
+  if (backend) own.backend = patchconv::parse_backend(*backend);
+  patchconv::set_own_settings(own);
+}
+
 py::dict path_dict(const patchconv::PathRecord& record) {
   py::dict d;
   d["op"] = record.op;
@@ -334,11 +348,17 @@ PYBIND11_MODULE(_C, m) {
   m.def("workspace_limit", &patchconv::workspace_limit,
         "Bytes of transient memory that automatic splits allow a call.");
   m.def("set_workspace_limit", &patchconv::set_workspace_limit, py::arg("bytes"));
-  m.def("backend", &patchconv::backend_name);
-  m.def("set_backend", &patchconv::set_backend, py::arg("name"));
+  m.def("backend", [] { return patchconv::backend_name(patchconv::backend()); });
+  m.def(
+      "set_backend", [](const std::string& name) { patchconv::set_backend(patchconv::parse_backend(name)); },
+      py::arg("name"));
   m.def("recompute", &patchconv::recompute,
         "Whether nodes rebuild an input from its producer instead of saving it.");
   m.def("set_recompute", &patchconv::set_recompute, py::arg("on"));
+  m.def("own_settings", &own_settings,
+        "What this thread has set for itself: workspace limit, backend, recompute; None: not set.");
+  m.def("set_own_settings", &set_own_settings, py::arg("workspace_limit"), py::arg("backend"),
+        py::arg("recompute"));
   m.def("last_path", [] { return path_dict(patchconv::last_path()); });
   m.def("start_path_log", &patchconv::start_path_log);
   m.def("stop_path_log", [] {

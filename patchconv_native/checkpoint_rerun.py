@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from .settings import all_settings, set_all_settings
+from .settings import settings_set
 
 # Buffers that count or average what a module has seen. What it computes in training does not depend on them.
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -202,8 +202,8 @@ class Rerun(TorchFunctionMode):
             frame = frame and frame.f_back
 
     def __enter__(self) -> Rerun:
-        self._before = all_settings()
-        set_all_settings(self._settings)
+        self._as_first = settings_set(self._settings)
+        self._as_first.__enter__()
         _count_reruns(+1)
         _here.reruns.append(self)
         super().__enter__()
@@ -221,4 +221,4 @@ class Rerun(TorchFunctionMode):
         for buffer, value in reversed(self._values):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
                 buffer.copy_(value)
-        set_all_settings(self._before)
+        self._as_first.__exit__(None, None, None)

@@ -26,7 +26,7 @@ from torch.nn.utils import stateless
 from . import _library
 from .lean import in_lean, lean
 from .microbatch_norm import HALF, Call, Norm, Watch, norms_in_training
-from .settings import all_settings, set_all_settings
+from .settings import all_settings, settings_set
 from .wrap import forwards
 
 
@@ -217,16 +217,12 @@ class _Passes:
 
     @contextlib.contextmanager
     def _settings_of_forward(self) -> Iterator[None]:
-        now = all_settings()
-        set_all_settings(self.settings)
-        try:
-            with contextlib.ExitStack() as stack:
-                for kind, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-                stack.enter_context(torch.enable_grad())
-                yield
-        finally:
-            set_all_settings(now)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(settings_set(self.settings))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
 
     def backward(self, x: Tensor, parameters: list[Tensor], grad: Tensor, needs: tuple[bool, ...]) -> list[Any]:
         self.in_backward = True

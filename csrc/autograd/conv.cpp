@@ -28,14 +28,20 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// A ConvSpec that outlives its call. All its numbers are stored as one list: one map entry per number would
-// cost more than a small convolution. `flags` belongs to the caller.
+// A ConvSpec that outlives its call, and the settings of that call. All its numbers are stored as one list:
+// one map entry per number would cost more than a small convolution. `flags` belongs to the caller.
 struct StoredSpec {
   static void save(AutogradContext* ctx, const ConvSpec& spec, int64_t flags) {
     PaddingMode mode = PaddingMode::kZeros;
     parse_padding_mode(spec.padding_mode, &mode);  // the forward call has checked it
-    std::vector<int64_t> numbers{spec.dims, spec.transposed,        spec.groups, static_cast<int64_t>(mode),
-                                 flags,     spec.splits.has_value()};
+    std::vector<int64_t> numbers{spec.dims,
+                                 spec.transposed,
+                                 spec.groups,
+                                 static_cast<int64_t>(mode),
+                                 flags,
+                                 spec.splits.has_value(),
+                                 static_cast<int64_t>(backend()),
+                                 own_settings().workspace_limit.value_or(0)};
     numbers.reserve(32);
     for (const at::IntArrayRef list :
          {spec.stride, spec.padding, spec.output_padding, spec.dilation,
@@ -47,7 +53,7 @@ struct StoredSpec {
   }
   explicit StoredSpec(AutogradContext* ctx)
       : numbers(ctx->saved_data["spec"].toIntVector()), flags(numbers[4]) {
-    size_t next = 6;
+    size_t next = 8;
     auto list = [&] {
       const auto size = static_cast<size_t>(numbers[next]);
       const at::IntArrayRef values(numbers.data() + next + 1, size);
@@ -67,6 +73,14 @@ struct StoredSpec {
   }
   StoredSpec(const StoredSpec&) = delete;
   StoredSpec& operator=(const StoredSpec&) = delete;
+
+  // The backend of the forward call, and the workspace limit that its thread had set for itself, unless this
+  // thread has one too.
+  OwnSettings settings() const {
+    OwnSettings found{.backend = static_cast<Backend>(numbers[6])};
+    if (numbers[7] > 0 && !own_settings().workspace_limit) found.workspace_limit = numbers[7];
+    return found;
+  }
 
   std::vector<int64_t> numbers;
   int64_t flags;
@@ -148,8 +162,7 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     save_sizes(ctx, "input_size", save_input, input.sym_sizes());
     save_sizes(ctx, "weight_size", save_weight, weight.sym_sizes());
     const bool has_bias = given(bias);
-    StoredSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1 |
-                                    static_cast<int64_t>(backend()) << 2);
+    StoredSpec::save(ctx, spec, /*flags=*/int64_t{has_bias} | int64_t{link.has_value()} << 1);
     if (computed != nullptr) return *computed;
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_conv(spec, input, weight, bias);
@@ -159,7 +172,7 @@ struct ConvBackward : torch::autograd::Function<ConvBackward> {
     variable_list result(4);
     if (!grads[0].defined()) return result;
     const StoredSpec stored(ctx);
-    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 2));
+    const SettingsGuard as_before(stored.settings());
     const auto saved = ctx->get_saved_variables();
     const auto mask = wanted(ctx, {true, true, (stored.flags & 1) != 0});
     const Tensor input = mask[1] && (stored.flags & 2) != 0 ? linked_value(ctx) : saved[0];
@@ -190,7 +203,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
     ctx->save_for_backward({grad_output, save_input ? *input : Tensor(), save_weight ? *weight : Tensor()});
     save_sizes(ctx, "input_size", save_input, input_size);
     save_sizes(ctx, "weight_size", save_weight, weight_size);
-    StoredSpec::save(ctx, spec, flags(mask, input, weight) | static_cast<int64_t>(backend()) << 5);
+    StoredSpec::save(ctx, spec, flags(mask, input, weight));
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_input, grad_weight, grad_bias] =
         call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, mask);
@@ -206,7 +219,7 @@ struct ConvDoubleBackward : torch::autograd::Function<ConvDoubleBackward> {
   static variable_list backward(AutogradContext* ctx, const variable_list& outputs) {
     variable_list result(7);
     const StoredSpec stored(ctx);
-    const BackendGuard made_with(static_cast<Backend>(stored.flags >> 5));
+    const SettingsGuard as_before(stored.settings());
     const auto flag = [&](int bit) { return (stored.flags >> bit & 1) != 0; };
     const variable_list grads = spread(outputs, {flag(0), flag(1), flag(2)});
     const auto saved = ctx->get_saved_variables();

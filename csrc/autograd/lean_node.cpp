@@ -280,7 +280,7 @@ Tensor LeanNode::value(bool* fresh) {
     }
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
-  const BackendGuard as_before(made_with_);
+  const SettingsGuard as_before({.backend = made_with_});
   Tensor result = rebuild();
   TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": rebuilt in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
@@ -303,7 +303,7 @@ Tensor LeanNode::value_with_relu() {
     if (last_ && Tensor(last_->lock()).defined()) return {};  // the value exists already
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
-  const BackendGuard as_before(made_with_);
+  const SettingsGuard as_before({.backend = made_with_});
   Tensor result = rebuild_with_relu();
   return result.defined() && result.strides() == at::IntArrayRef(strides_) ? result : Tensor();
 }
@@ -338,7 +338,7 @@ Tensor LeanNode::with_flat_slope(const Tensor& gradient) const {
 variable_list LeanNode::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!grads[0].defined()) return variable_list(num_outputs());
-  const BackendGuard as_before(made_with_);
+  const SettingsGuard as_before({.backend = made_with_});
   variable_list result = backward(grads[0]);
   output_.forget();
   held_.reset();

@@ -1,7 +1,6 @@
 #include "core/settings.h"
 
 #include "core/build_facts.h"
-#include "core/workspace.h"
 
 #include <atomic>
 #include <mutex>
@@ -14,10 +13,13 @@ namespace {
 std::atomic<int64_t> g_workspace_limit{kDefaultWorkspaceLimit};
 std::atomic<Backend> g_backend{Backend::kAuto};
 
-thread_local std::optional<Backend> t_backend;
-thread_local std::optional<int64_t> t_workspace_limit;
-
 std::atomic<bool> g_recompute{true};
+thread_local OwnSettings t_own;
+
+void check_workspace_limit(int64_t bytes) {
+  if (bytes >= 1) return;
+  throw std::invalid_argument("workspace_limit: expected at least 1 byte, got " + std::to_string(bytes));
+}
 
 std::mutex g_path_mutex;
 PathRecord g_last_path;
@@ -26,26 +28,20 @@ std::vector<std::vector<PathRecord>> g_path_logs;  // one per start_path_log() t
 }  // namespace
 
 int64_t workspace_limit() {
-  return t_workspace_limit ? *t_workspace_limit : g_workspace_limit.load(std::memory_order_relaxed);
+  return t_own.workspace_limit.value_or(g_workspace_limit.load(std::memory_order_relaxed));
 }
 
-WorkspaceGuard::WorkspaceGuard(int64_t bytes) : before_(t_workspace_limit) { t_workspace_limit = bytes; }
-WorkspaceGuard::~WorkspaceGuard() { t_workspace_limit = before_; }
-
 void set_workspace_limit(int64_t bytes) {
-  if (bytes < 1) {
-    throw std::invalid_argument("workspace_limit: expected at least 1 byte, got " + std::to_string(bytes));
-  }
+  check_workspace_limit(bytes);
   g_workspace_limit.store(bytes, std::memory_order_relaxed);
 }
 
-Backend backend() { return t_backend ? *t_backend : g_backend.load(std::memory_order_relaxed); }
+Backend backend() { return t_own.backend.value_or(g_backend.load(std::memory_order_relaxed)); }
 
-BackendGuard::BackendGuard(Backend backend) : before_(t_backend) { t_backend = backend; }
-BackendGuard::~BackendGuard() { t_backend = before_; }
+void set_backend(Backend backend) { g_backend = backend; }
 
-std::string backend_name() {
-  switch (backend()) {
+const char* backend_name(Backend backend) {
+  switch (backend) {
     case Backend::kAten:
       return "aten";
     case Backend::kNative:
@@ -55,25 +51,37 @@ std::string backend_name() {
   }
 }
 
-void set_backend(const std::string& name) {
-  if (name == "auto") {
-    g_backend = Backend::kAuto;
-  } else if (name == "aten") {
-    g_backend = Backend::kAten;
-  } else if (name == "native") {
-    if (!cuda_facts()) {
-      throw std::invalid_argument(
-          "backend: 'native' is not served: this build has no CUDA kernels; use 'auto' or 'aten'");
-    }
-    g_backend = Backend::kNative;
-  } else {
+Backend parse_backend(const std::string& name) {
+  if (name == "auto") return Backend::kAuto;
+  if (name == "aten") return Backend::kAten;
+  if (name != "native") {
     throw std::invalid_argument("backend: expected 'auto', 'aten' or 'native', got '" + name + "'");
   }
+  if (!cuda_facts()) {
+    throw std::invalid_argument(
+        "backend: 'native' is not served: this build has no CUDA kernels; use 'auto' or 'aten'");
+  }
+  return Backend::kNative;
 }
 
-bool recompute() { return g_recompute.load(std::memory_order_relaxed); }
+bool recompute() { return t_own.recompute.value_or(g_recompute.load(std::memory_order_relaxed)); }
 
 void set_recompute(bool on) { g_recompute.store(on, std::memory_order_relaxed); }
+
+const OwnSettings& own_settings() { return t_own; }
+
+void set_own_settings(const OwnSettings& own) {
+  if (own.workspace_limit) check_workspace_limit(*own.workspace_limit);
+  t_own = own;
+}
+
+SettingsGuard::SettingsGuard(const OwnSettings& more) : before_(t_own) {
+  if (more.workspace_limit) t_own.workspace_limit = more.workspace_limit;
+  if (more.backend) t_own.backend = more.backend;
+  if (more.recompute) t_own.recompute = more.recompute;
+}
+
+SettingsGuard::~SettingsGuard() { t_own = before_; }
 
 void record_path(const PathRecord& record) {
   const std::lock_guard<std::mutex> lock(g_path_mutex);

@@ -1,5 +1,5 @@
-// Process-wide settings, and the record of how calls were computed. Plain C++: Python, TorchScript and C++
-// programs see the same values, also in backward passes on other threads.
+// Settings, and the record of how calls were computed. Plain C++: Python, TorchScript and C++ programs see
+// the same values. A setting has a value for the process, and one for each thread that has set its own.
 #pragma once
 
 #include <array>
@@ -13,30 +13,42 @@ namespace patchconv {
 // Automatic splits keep the transient memory of one call under this many bytes.
 constexpr int64_t kDefaultWorkspaceLimit = int64_t{64} << 20;
 int64_t workspace_limit();
-void set_workspace_limit(int64_t bytes);  // at least 1, else std::invalid_argument
+void set_workspace_limit(int64_t bytes);  // of the process; at least 1, else std::invalid_argument
 
 // kAuto: the fastest exact way. kAten: tiles are cut, computed and joined by stock operators alone. kNative:
 // as kAuto, and on CUDA also with those of this project's kernels that kAuto does not use yet.
 enum class Backend { kAuto, kAten, kNative };
 Backend backend();
-std::string backend_name();
-void set_backend(const std::string& name);  // std::invalid_argument for a name that is unknown or not served
-// While it lives, backend() returns this one on this thread. So a value is rebuilt with the backend that
-// first computed it.
-class BackendGuard {
- public:
-  explicit BackendGuard(Backend backend);
-  ~BackendGuard();
-  BackendGuard(const BackendGuard&) = delete;
-  BackendGuard& operator=(const BackendGuard&) = delete;
-
- private:
-  std::optional<Backend> before_;
-};
+const char* backend_name(Backend backend);
+Backend parse_backend(
+    const std::string& name);       // std::invalid_argument for a name that is unknown or not served
+void set_backend(Backend backend);  // of the process
 
 // Whether nodes keep a link to an input's producer instead of the input, where the producer can rebuild it.
 bool recompute();
-void set_recompute(bool on);
+void set_recompute(bool on);  // of the process
+
+// What a thread has set for itself; what it has not is the process's.
+struct OwnSettings {
+  std::optional<int64_t> workspace_limit;
+  std::optional<Backend> backend;
+  std::optional<bool> recompute;
+};
+const OwnSettings& own_settings();
+void set_own_settings(const OwnSettings& own);  // the limit: at least 1, else std::invalid_argument
+
+// While it lives, this thread has these settings as well as those it had. So backward computes as forward
+// did, and a call that ran out of memory tries again with a lower limit.
+class SettingsGuard {
+ public:
+  explicit SettingsGuard(const OwnSettings& more);
+  ~SettingsGuard();
+  SettingsGuard(const SettingsGuard&) = delete;
+  SettingsGuard& operator=(const SettingsGuard&) = delete;
+
+ private:
+  OwnSettings before_;
+};
 
 // How one pass of one operator was computed. Tests use it to assert that a call took the path they mean to
 // test.

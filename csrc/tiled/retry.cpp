@@ -10,7 +10,6 @@
 #include <string>
 
 #include "core/settings.h"
-#include "core/workspace.h"
 
 namespace patchconv {
 
@@ -74,7 +73,7 @@ void with_more_tiles(const ConvProblem& problem, const std::function<void(const 
         compute(problem);
         return;
       }
-      const WorkspaceGuard guard(limit);
+      const SettingsGuard guard({.workspace_limit = limit});
       compute(cut);
       warn_once(cut, limit);
       return;

@@ -81,7 +81,7 @@ ConvSpec spec_of(int64_t dims, bool transposed, at::IntArrayRef stride, at::IntA
 Tensor conv(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, int64_t dims,
             bool transposed, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef output_padding,
             at::IntArrayRef dilation, int64_t groups, std::string_view mode, at::OptionalIntArrayRef splits) {
-  const BackendGuard native(Backend::kNative);
+  const SettingsGuard native({.backend = Backend::kNative});
   return conv_forward(
       engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits),
       input, weight, bias);
@@ -93,7 +93,7 @@ ConvGrads conv_gradients(const Tensor& grad, const OptionalTensor& bits, const O
                          at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef output_padding,
                          at::IntArrayRef dilation, int64_t groups, std::string_view mode,
                          at::OptionalIntArrayRef splits, std::array<bool, 3> mask) {
-  const BackendGuard native(Backend::kNative);
+  const SettingsGuard native({.backend = Backend::kNative});
   return conv_backward(
       engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits),
       grad, input, weight, input_size, weight_size, mask, bits.value_or(Tensor()));
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
                                  const OptionalTensor& scale, const OptionalTensor& residual,
                                  at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                                  int64_t groups, std::string_view mode, at::OptionalIntArrayRef splits) {
-  const BackendGuard native(Backend::kNative);
+  const SettingsGuard native({.backend = Backend::kNative});
   const ConvParams params =
       check_params(conv_spec(2, stride, padding, dilation, groups, mode, splits), "conv2d");
   const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
@@ -123,9 +123,9 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
 // for the pass `rule`.
 std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, std::string_view backend,
                    std::string_view rule) {
-  const BackendGuard with(backend == "native" ? Backend::kNative
-                          : backend == "aten" ? Backend::kAten
-                                              : Backend::kAuto);
+  const SettingsGuard with({.backend = backend == "native" ? Backend::kNative
+                                       : backend == "aten" ? Backend::kAten
+                                                           : Backend::kAuto});
   ConvRule native;
   native.pass = rule;
   native.native = true;
