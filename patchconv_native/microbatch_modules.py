@@ -28,7 +28,8 @@ class _Microbatched(Wrapped):
             # If this module is a batch norm, microbatch gives it another forward for a while.
             return (temporary_forward(self) or inner)(chunk)
 
-        return microbatch_call(type(self).__name__, self, run, x, self._chunks)
+        batch = len(x) if isinstance(x, Tensor) and x.dim() else self._chunks
+        return microbatch_call(type(self).__name__, self, run, x, max(1, min(self._chunks, batch)))
 
 
 @functools.cache
@@ -41,7 +42,8 @@ def microbatch_modules(model: Model, which: Which | Mapping[str, int], chunks: i
 
     which: names of modules (as in named_modules(); one or several), a module class or several, a function
     (name, module) -> bool, or, without `chunks`, a mapping of names to numbers of chunks. chunks: the number of
-    micro-batches. The modules must be called with one tensor. `microbatch_modules(model, ())` undoes it. Parameters,
+    micro-batches; a batch of fewer samples, as the last of an epoch, is cut into as many as it has. The modules must be
+    called with one tensor. `microbatch_modules(model, ())` undoes it. Parameters,
     hooks of these modules (which run once, outside), optimizers and state_dict stay. The model can be converted,
     reverted and checkpointed before or after. A module that is checkpointed too runs its micro-batches inside of the
     checkpoint.

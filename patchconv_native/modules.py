@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import functional
-from .functional.conv import short_repr, to_int
+from .functional.conv import int64, short_repr
 
 Splits = Union[int, Tuple[int, ...], None]
 
@@ -22,7 +22,8 @@ def checked_splits(owner: str, dims: int, splits: Any) -> Optional[List[int]]:
     if splits is None:
         return None
     try:
-        entries = [to_int(entry) for entry in (splits if isinstance(splits, (list, tuple)) else [splits])]
+        given = splits if isinstance(splits, (list, tuple)) else [splits]
+        entries = [int64(owner, "splits", entry) for entry in given]
     except TypeError:
         got = short_repr(splits)
         raise TypeError(f"{owner}: expected splits to be None, an int or a tuple of ints, got {got}") from None

@@ -137,8 +137,8 @@ class LeanNode : public torch::autograd::Node {
   // Called when the output was saved: what backward() no longer needs may be released.
   virtual void output_was_saved() {}
   bool has_output() const { return output_saved_; }
-  // For a gradient of a piecewise linear operator. With grad mode on it depends on all inputs of the node, as
-  // stock's does, with derivatives of zero.
+  // For a gradient of an operator that is linear, at least piecewise. With grad mode on it depends on all
+  // inputs of the node, as stock's does, with derivatives of zero.
   at::Tensor with_flat_slope(const at::Tensor& gradient) const;
 
  private:

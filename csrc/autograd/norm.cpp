@@ -172,14 +172,12 @@ class BatchNormBackward final : public NormNode {
       if (w.defined()) scale = scale.mul(w);
       std::vector<int64_t> shape(sizes.size(), 1);
       shape[1] = -1;
-      grad_input = g.mul(scale.view(shape)).to(grad.scalar_type());
-      if (activation != Activation::kNone) grad_input = with_flat_slope(grad_input);
+      grad_input = with_flat_slope(g.mul(scale.view(shape)).to(grad.scalar_type()));
     }
     if (want[2]) {
       std::vector<int64_t> over{0};
       for (size_t d = 2; d < sizes.size(); ++d) over.push_back(static_cast<int64_t>(d));
-      grad_bias = g.sum(over, /*keepdim=*/false, bias_dtype);
-      if (activation != Activation::kNone) grad_bias = with_flat_slope(grad_bias);
+      grad_bias = with_flat_slope(g.sum(over, /*keepdim=*/false, bias_dtype));
     }
     return on_edges(grad_input, Tensor(), grad_bias);
   }

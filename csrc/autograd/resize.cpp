@@ -116,7 +116,8 @@ class PadBackward final : public LeanNode {
                                            &at::reflection_pad3d_backward};
     constexpr auto replication = std::array{&at::replication_pad1d_backward, &at::replication_pad2d_backward,
                                             &at::replication_pad3d_backward};
-    return {(reflect ? reflection : replication)[pad.size() / 2 - 1](grad, like.tensor(grad), pad)};
+    const auto gradient = (reflect ? reflection : replication)[pad.size() / 2 - 1];
+    return {with_flat_slope(gradient(grad, like.tensor(grad), pad))};
   }
   Tensor rebuild() override { return at::pad(input.get(*this), pad, reflect ? "reflect" : "replicate"); }
   std::vector<Source*> sources() override { return {&input}; }

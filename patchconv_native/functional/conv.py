@@ -10,6 +10,9 @@ padding of conv1d, conv2d and conv3d: "same", "valid", an int, or one int a spat
 dimension are taken too, which torch does not: (before, after) of the first, then of the next; for an image (top,
 bottom, left, right). "same" with a 4x4 kernel is padding=(1, 2, 1, 2).
 
+Tensors that the operators do not serve (integers, complex, sparse, mkldnn's, nested, of no channels, on other devices)
+are left to stock, as far as splits is None.
+
 Where torch takes an int, anything with `__index__` is taken too (numpy.int64, a tensor of one element). A bool or
 another type is a TypeError. A bool inside of a sequence counts as 0 or 1: to check that would cost every call.
 """
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,6 +46,8 @@ _ops = torch.ops.patchconv
 _CONVS = ("", "conv1d", "conv2d", "conv3d")
 _CONV_TRANSPOSES = ("", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _PLAIN = frozenset((Tensor, Parameter))
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DEVICES = ("cpu", "cuda", "meta")
 _function_modes: Any = torch._C._len_torch_function_stack
 
 
@@ -72,11 +78,16 @@ def short_repr(value: Any) -> str:
     return " ".join(_repr.repr(value).split())
 
 
-def to_int(value: Any) -> Any:
-    """An int, or the SymInt of a compiler. TypeError for a bool and for what is no integer."""
+def int64(name: str, argument: str, value: Any) -> Any:
+    """An int, or the SymInt of a compiler. TypeError for a bool and for what is no integer; ValueError, naming the
+    argument, for one of more than 64 bits.
+    """
     if isinstance(value, bool):
         raise TypeError("a bool")
-    return value if isinstance(value, torch.SymInt) else operator.index(value)
+    found = value if isinstance(value, torch.SymInt) else operator.index(value)
+    if isinstance(found, int) and not -(2**63) <= found < 2**63:
+        raise ValueError(f"{name}: expected {argument} to fit into 64 bits, got {short_repr(value)}")
+    return found
 
 
 def _expected(name: str, argument: str) -> str:
@@ -100,13 +111,13 @@ def _normalized(name: str, argument: str, value: Any) -> Any:
             if isinstance(value, str):
                 return value
         elif argument == "groups":
-            return to_int(value)
+            return int64(name, argument, value)
         elif argument == "splits" and value is None:
             return None
         elif not isinstance(value, Sequence):
-            return [to_int(value)]
+            return [int64(name, argument, value)]
         elif not isinstance(value, (str, bytes)):
-            return [to_int(entry) for entry in value]
+            return [int64(name, argument, entry) for entry in value]
     except TypeError:
         pass
     got = f"{short_repr(value)} ({type(value).__name__})"
@@ -137,6 +148,30 @@ def _through_torch_ops(
     return getattr(_ops, name)(input, weight, bias, **lists, **(parts or {}))
 
 
+def _served(input: Any, weight: Any) -> bool:
+    """Whether the operators serve such tensors. Wrong arguments count as served: the operators name them."""
+    if not isinstance(input, Tensor) or not isinstance(weight, Tensor):
+        return True
+    return (
+        input.dtype in _DTYPES
+        and input.device.type in _DEVICES
+        and input.is_meta == weight.is_meta
+        and 0 not in weight.shape[:2]
+        and all(t.layout == torch.strided and not t.is_nested and not t.is_quantized for t in (input, weight))
+    )
+
+
+def _padded(dims: int, input: Tensor, padding: Any, padding_mode: str) -> tuple[Tensor, Any]:
+    """The input, and the padding that a stock convolution of it still has to add."""
+    pads = [padding] if isinstance(padding, int) else list(padding)
+    pads = pads * dims if len(pads) == 1 else pads
+    both = pads if len(pads) == 2 * dims else [p for p in pads for _ in range(2)]
+    if padding_mode == "zeros" and both[0::2] == both[1::2]:
+        return input, both[0::2]
+    last_first = [p for d in reversed(range(dims)) for p in both[2 * d : 2 * d + 2]]
+    return F.pad(input, last_first, "constant" if padding_mode == "zeros" else padding_mode), 0
+
+
 def conv(
     dims: int,
     input: Tensor,
@@ -162,8 +197,11 @@ def conv(
                 padding_mode,
                 [splits] if type(splits) is int else splits,
             )  # fmt: skip
-        except TypeError:
-            pass  # the longer way serves it, or names the wrong argument
+        except (TypeError, ValueError, NotImplementedError):
+            pass  # stock or the longer way serves it, or the longer way names the wrong argument
+    if splits is None and not _served(input, weight):
+        input, padding = _padded(dims, input, padding, padding_mode)
+        return getattr(F, _CONVS[dims])(input, weight, bias, stride, padding, dilation, groups)
     return _through_torch_ops(
         _CONVS[dims], input, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
         padding_mode=padding_mode, splits=splits,
@@ -194,8 +232,11 @@ def conv_transpose(
                 [dilation] if type(dilation) is int else dilation,
                 [splits] if type(splits) is int else splits,
             )  # fmt: skip
-        except TypeError:
+        except (TypeError, ValueError, NotImplementedError):
             pass
+    if splits is None and not _served(input, weight):
+        stock = getattr(F, _CONV_TRANSPOSES[dims])
+        return stock(input, weight, bias, stride, padding, output_padding, groups, dilation)
     return _through_torch_ops(
         _CONV_TRANSPOSES[dims], input, weight, bias, stride=stride, padding=padding, output_padding=output_padding,
         groups=groups, dilation=dilation, splits=splits,

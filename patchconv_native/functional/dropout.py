@@ -36,11 +36,10 @@ def _channel_dropout(dims: int) -> Callable[[Tensor, float, bool, bool], Tensor]
     def function(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         _check_probability(name, p)
         # Stock serves what is in place (it saves one number a channel), and warns of other numbers of dimensions.
-        if not training or p == 0 or inplace or not plain_eager(input) or input.dim() not in (dims + 1, dims + 2):
+        images = input.dim() == dims + 2 or (input.dim() == dims + 1 and dims != 2)
+        if not training or p == 0 or inplace or not plain_eager(input) or not images:
             return stock(input, p, training, inplace)
-        if input.dim() == dims + 2 or dims == 2:
-            return op(input, p)
-        return op(input.unsqueeze(0), p).squeeze(0)
+        return op(input, p) if input.dim() == dims + 2 else op(input.unsqueeze(0), p).squeeze(0)
 
     return named(function, name, f"torch.nn.functional.{name}: dropout of whole channels. Saves the seed of its mask.")
 

@@ -36,7 +36,8 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """torch.nn.functional.batch_norm: input (N, C, ...). Saves its input; in eval mode only if `weight` is trained."""
-    if not plain_eager(input, running_mean, running_var, weight, bias) or input.dim() < 2:
+    # Stock refuses an eps that is not positive, or computes with it.
+    if not plain_eager(input, running_mean, running_var, weight, bias) or input.dim() < 2 or eps <= 0:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
         _check_several_values("batch_norm", input.numel() // max(1, input.shape[1]), input.shape)
@@ -58,7 +59,7 @@ def batch_norm_relu(
     Saves its input and no mask, since the input tells where the result is 0. In eval mode with a frozen `weight` it
     saves one bit an element, and not the input.
     """
-    if not plain_eager(input, running_mean, running_var, weight, bias) or input.dim() < 2:
+    if not plain_eager(input, running_mean, running_var, weight, bias) or input.dim() < 2 or eps <= 0:
         return F.relu(F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps))
     if training:
         _check_several_values("batch_norm_relu", input.numel() // max(1, input.shape[1]), input.shape)

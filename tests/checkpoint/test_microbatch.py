@@ -435,10 +435,21 @@ def test_modules():
     assert [m._chunks for m in model] == [4, 2]
     pc.microbatch_modules(model, "1", 3)
     assert type(model[0]) is Block and model[1]._chunks == 3
-    with pytest.raises(ValueError, match=r"^BatchNorm2d: expected chunks to be at most 2 \(the batch of x\), got 3$"):
-        model(x[:2])
     pc.microbatch_modules(model, ())
     assert type(model[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_modules_take_a_batch_of_fewer_samples_than_chunks(batch):
+    x, seen = images("images")[:batch], []
+    expected = outcome(nn.Sequential(made("block"), nn.BatchNorm2d(8)).double(), leaf(x), whole)
+    model = pc.microbatch_modules(nn.Sequential(made("block"), nn.BatchNorm2d(8)).double(), {"0": 3, "1": 8})
+    for module in model[0].children():
+        module.register_forward_hook(lambda module, args, y: seen.append(len(y)))
+    torch.testing.assert_close(outcome(model, leaf(x), whole), expected)
+    assert set(seen) == {1}
+    with pytest.raises(ValueError, match=r"^Block: expected chunks to be at most 0"):
+        model(x[:0])
 
 
 def test_modules_errors_change_nothing():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -269,6 +271,18 @@ def test_dropout(device, cls, shape, p):
     assert moved is x or torch.equal(moved, x)
 
 
+@pytest.mark.parametrize("cls,shape", [(nn.Dropout1d, (3, 4)), (nn.Dropout2d, (2, 3, 4)), (nn.Dropout3d, (2, 3, 4, 5)),
+                                       (nn.Dropout2d, (3, 4)), (nn.Dropout3d, (3, 4))])  # fmt: skip
+def test_dropout_of_channels_warns_as_stock_does(cls, shape):
+    told = []
+    for layer in (cls(), pc.convert(cls())):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            layer(torch.randn(shape))
+        told.append([str(one.message) for one in seen])
+    assert told[0] == told[1] and bool(told[0]) == (cls is nn.Dropout2d or (shape == (3, 4) and cls is nn.Dropout3d))
+
+
 def test_dropout_in_place(device):
     x = torch.ones(1000, device=device, requires_grad=True) * 1
     y = pc.convert(nn.Dropout(0.5, inplace=True))(x)
@@ -323,7 +337,13 @@ def test_a_bias_may_be_edited_before_backward(device):
     assert torch.equal(layer.bias.grad, torch.full((6,), 2.0 * 9 * 7, device=device))
 
 
-@pytest.mark.parametrize("cls", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, lambda: nn.MaxPool2d(2)])
+def frozen_norm() -> nn.Module:
+    return nn.BatchNorm2d(IMAGE[1]).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("cls", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid, lambda: nn.MaxPool2d(2),
+                                 lambda: nn.ReflectionPad2d(1), lambda: nn.ReplicationPad2d(1),
+                                 frozen_norm])  # fmt: skip
 def test_flat_slopes_have_a_second_derivative(device, cls):
     x = torch.randn(IMAGE, device=device, requires_grad=True)
     (grad,) = torch.autograd.grad(pc.convert(cls())(x).sum(), x, create_graph=True)
@@ -334,6 +354,29 @@ def test_flat_slopes_have_a_second_derivative(device, cls):
 def test_batch_norm_of_one_value_is_an_error(device):
     with pytest.raises(ValueError, match="batch_norm: expected more than 1 value per channel when training, got input"):
         pc.convert(nn.BatchNorm1d(3))(torch.randn(1, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("eps", [0.0, -1.0])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_with_an_eps_that_is_not_positive(device, training, eps):
+    """As in stock: refused, or computed with."""
+    x = torch.randn(4, 3, 5, 5, device=device)
+    found: list[Any] = []
+    for functional in (torch.nn.functional, pc.functional):
+        buffers = [torch.zeros(3, device=device), torch.ones(3, device=device)]
+        try:
+            found.append(functional.batch_norm(x, *buffers, training=training, eps=eps))
+        except ValueError as error:
+            found.append(str(error))
+    assert type(found[0]) is type(found[1])
+    if isinstance(found[0], str):
+        assert found[0] == found[1]
+        with pytest.raises(ValueError, match=re.escape(found[0])):
+            pc.functional.batch_norm_relu(x, *buffers, training=training, eps=eps)
+        with pytest.raises(ValueError, match=re.escape(found[0])):
+            pc.convert(nn.BatchNorm2d(3, eps=eps).to(device).train(training))(x)
+    else:
+        torch.testing.assert_close(found[1], found[0], equal_nan=True)
 
 
 def test_num_batches_tracked_moves_and_state_dicts_fit(device):
