@@ -11,26 +11,31 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import demo, info
-from .commands import bench, plan, tile, trace
+from .commands import bench, explain, plan, tile, trace
 from .commands.errors import Failed, Mistake, near
 from .memory.labels import flat
 
 SCRIPT = "patchconv"
 PROGRAM = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m patchconv_native"
 COMMANDS: dict[str, ModuleType] = {
-    "info": info, "trace": trace, "plan": plan, "tile": tile, "bench": bench, "demo": demo,
+    "info": info, "trace": trace, "plan": plan, "tile": tile, "explain": explain, "bench": bench, "demo": demo,
 }  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with errors of one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-[0-9.]")  # -3GB is a value, which the option's type refuses
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {flat(message)} (--help explains)\n")
@@ -60,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Wrong arguments exit with code 2."""
     top = parser()
+    words = sys.argv[1:] if words is None else words
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        top.error(f"expected a command, {', '.join(COMMANDS)}, got {words[0]!r}{near(words[0], COMMANDS)}")
     arguments, unknown = top.parse_known_args(words)
     if unknown:
         top.prog = f"{PROGRAM} {arguments.name}"

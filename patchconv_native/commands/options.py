@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
-from .._bytes import parse_bytes
+from .._bytes import KIB, parse_bytes
+from ..planner.plans import is_share
 from . import models
 from .errors import Failed, Mistake, line, near
 from .progress import wrote
@@ -78,7 +79,14 @@ def budget(text: str) -> int:
         found = 0
     if found < 1:
         raise argparse.ArgumentTypeError(f"expected a number of bytes such as 6GiB, 500MB or 1073741824, got {text!r}")
+    if found < 64 * KIB and re.fullmatch(r"[0-9. ]+", text):
+        raise argparse.ArgumentTypeError(f"expected a unit, such as {text.strip()}GiB, got {text!r} (bytes: {text}B)")
     return found
+
+
+def share_or_budget(text: str) -> int | str:
+    """A number of bytes, or a share of stock's peak: 50%."""
+    return text if is_share(text) else budget(text)
 
 
 def device_name(text: str) -> str:
@@ -102,19 +110,28 @@ def add_model(parser: argparse.ArgumentParser, **more: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=models.HELP, **more)
 
 
-def add_step(parser: argparse.ArgumentParser, amp: str) -> None:
-    """Options of the step, its input and its device. `amp` is the help text of --amp."""
-    group = parser.add_argument_group("the step")
-    group.add_argument("--size", type=sizes, metavar="H[xW]", help="size of the input in pixels: 512, or 512x768 (224)")
+def add_input(parser: argparse.ArgumentParser, amp: str, of: str = "the call") -> Any:
+    """Options of a call, its input and its device, and their group. `amp` is the help text of --amp."""
+    group = parser.add_argument_group(of)
+    group.add_argument(
+        "--size", type=sizes, metavar="[Dx]H[xW]",
+        help="pixels of the input: 512, 512x768 (height x width), 16x224x224 (depth x height x width) (default: 224)",
+    )  # fmt: skip
     group.add_argument("--batch", type=whole(1), default=1, metavar="N", help="images in a batch (1)")
     group.add_argument("--channels", type=whole(1), default=3, metavar="N", help="channels of the input (3)")
     group.add_argument(
         "--device", type=device_name, metavar="cpu|cuda", help="or cuda:1 and so on (default: the GPU, if there is one)"
     )
     group.add_argument("--amp", choices=("bfloat16", "float16"), help=amp)
+    group.add_argument("--channels-last", action="store_true", help="put model and input in channels_last")
+    return group
+
+
+def add_step(parser: argparse.ArgumentParser, amp: str) -> None:
+    """Options of a step: those of a call, and what else is done."""
+    group = add_input(parser, amp, "the step")
     group.add_argument("--eval", action="store_true", help="only the forward pass, in eval mode, without gradients")
     group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), help="add its step and state (sgd: with momentum 0.9)")
-    group.add_argument("--channels-last", action="store_true", help="put model and input in channels_last")
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +218,7 @@ def ready(model: nn.Module, arguments: argparse.Namespace, device: torch.device 
             model = model.to(memory_format=_layout(len(shape(arguments))))
     except (RuntimeError, NotImplementedError) as error:
         raise Failed(f"the model cannot be brought to {device or 'channels_last'}: {line(error)}") from error
-    return model.eval() if arguments.eval else model
+    return model.eval() if getattr(arguments, "eval", True) else model
 
 
 def example(

@@ -31,7 +31,10 @@ from .progress import Progress, wrote
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument(
-        "--budget", type=options.budget, metavar="BYTES", help="memory that the step may need: 6GiB, 500MB"
+        "--budget",
+        type=options.share_or_budget,
+        metavar="BYTES",
+        help="memory that the step may need: 6GiB, 500MB, or 50%% of what it needs without a plan",
     )
     parser.add_argument("--frontier", action="store_true", help="the best plans for all budgets, the fastest first")
     either = parser.add_mutually_exclusive_group()
@@ -63,6 +66,8 @@ def _check(arguments: argparse.Namespace) -> torch.device:
     frontier = arguments.frontier or arguments.plot
     if arguments.budget is None and (largest or not frontier):
         raise Mistake(f"expected --budget, such as --budget 6GiB{'' if largest else ', or --frontier'}")
+    if largest and isinstance(arguments.budget, str):
+        raise Mistake(f"--max-batch and --max-size: expected a number of bytes such as 6GiB, got {arguments.budget}")
     if arguments.planned and not largest:
         raise Mistake("--planned: expected --max-batch or --max-size with it")
     if largest and (frontier or arguments.amp or arguments.offload):

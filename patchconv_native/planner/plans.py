@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,6 +144,21 @@ def checked_question(
     return Question(model, inputs, kwargs, loss, optimizer, where, train, progress)
 
 
+def is_share(value: Any) -> bool:
+    """Whether it is text such as "50%"."""
+    return isinstance(value, str) and re.fullmatch(r"\s*\d{1,9}(\.\d{1,9})?\s*%\s*", value) is not None
+
+
+def _wanted(question: Question, value: int | str) -> int:
+    """The budget of a plan in bytes."""
+    if not is_share(value):
+        return budget_of("plan", value)
+    share = float(str(value).strip().removesuffix("%"))
+    if share <= 0:
+        raise ValueError(f"plan: expected budget to be more than 0%, got {value!r}")
+    return max(1, int(share / 100 * question.report(Strategy()).peak))
+
+
 def budget_of(owner: str, value: int | str) -> int:
     budget = parse_bytes(value, f"{owner}, budget")
     if budget < 1:
@@ -165,7 +181,8 @@ def plan(
     tiles: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Any:
-    """Chooses what to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", or an int).
+    """Chooses what to turn on so that a step of `model(*inputs)` fits into `budget` bytes ("6GiB", an int, or "50%" of
+    what is predicted for the model as it is).
 
     Returns a `Plan`. The peak of a step is what `memory.trace` counts: parameters, gradients, the optimizer's state if
     `optimizer` is given (a function of the parameters), inputs, and all that the step allocates on the device. It is
@@ -181,7 +198,7 @@ def plan(
 
     frontier=True: returns a `Frontier` of the best plans for all budgets. train=False: a forward pass without
     gradients. progress: called with the name of each strategy before it is tried. Raises BudgetError (a ValueError) if
-    nothing fits, with the smallest budget that would do. The model is unchanged when this returns.
+    nothing fits, with the smallest budget that was found to do. The model is unchanged when this returns.
     """
     if (budget is None) != frontier:
         raise ValueError("plan: expected either a budget or frontier=True")
@@ -192,7 +209,7 @@ def plan(
         raise ValueError("plan: expected offload only for a CUDA device, whose memory is not the host's")
     if offload and not torch.cuda.is_available():
         raise ValueError("plan: expected a GPU for offload: what it takes off one cannot be predicted without")
-    wanted = None if budget is None else budget_of("plan", budget)
+    wanted = None if budget is None else _wanted(question, budget)
     fit: list[Candidate] = []
     for found in stages(question, wanted, None if amp is None else str(amp).removeprefix("torch."), offload, tiles):
         fit += [one for one in found if wanted is not None and question.fits(one.peak, wanted)]
@@ -207,7 +224,7 @@ def plan(
     if not fit:
         least = made(min(question.tried, key=lambda one: one.peak))
         raise BudgetError(
-            f"plan: no plan fits into {format_bytes(wanted)} ({wanted} bytes): the least that would do is "
+            f"plan: no plan fits into {format_bytes(wanted)} ({wanted} bytes): the least that was found is "
             f"{format_bytes(least.needs)} ({least.needs} bytes: {least.strategy}){_not_tried(question)}",
             least.needs,
             least,

@@ -121,7 +121,8 @@ class TestWords:
         ("words", "text"),
         [
             ((), "required: COMMAND"),
-            (("fly",), "invalid choice: 'fly'"),
+            (("fly",), "expected a command, info, trace, plan, tile, explain, bench, demo, got 'fly' (--help"),
+            (("expalin", "torchvision:resnet18"), "got 'expalin'; did you mean explain? (--help explains)"),
             (("info", "--fly"), "unrecognized arguments: --fly"),
             (("demo", "--megapixels", "many"), "--megapixels: expected a number, got 'many'"),
             (("demo", "--megapixels", "0"), "--megapixels: expected 0.1 to 1000 megapixels, got 0"),

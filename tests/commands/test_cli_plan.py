@@ -46,11 +46,25 @@ class TestPlan:
     def test_nothing_fits(self, commands: Commands) -> None:
         text = commands("plan", "%blocks", *SMALL, "--budget", "1KiB")
         line = text.failure("plan")
-        assert text.out == "" and "no plan fits into 1 KiB (1024 bytes): the least that would do is " in line
+        assert text.out == "" and "no plan fits into 1 KiB (1024 bytes): the least that was found is " in line
         least = re.search(r"\((\d+) bytes: ", line)
         assert least is not None
-        assert commands("plan", "%blocks", *SMALL, "--budget", least[1]).code == 0
-        assert commands("plan", "%blocks", *SMALL, "--budget", str(int(least[1]) // 2)).code == 1
+        assert commands("plan", "%blocks", *SMALL, "--budget", f"{least[1]}B").code == 0
+        assert commands("plan", "%blocks", *SMALL, "--budget", f"{int(least[1]) // 2}B").code == 1
+
+    def test_a_share_of_what_the_model_takes(self, commands: Commands) -> None:
+        x = torch.empty(2, 3, 96, 96, device="meta")
+        stock = pc.memory.trace(models.find("models.py:blocks").build(), x, fake=True).peak
+        words = ("plan", "%blocks", "--size", "96", "--device", "cpu", "--batch", "2", "--quiet", "--json", "plan.json")
+        for share, text in ((0.8, "80%"), (1.25, "125 %")):
+            assert commands(*words, "--budget", text).code == 0
+            plan = pc.Plan.load("plan.json")
+            assert plan.budget == int(share * stock) and plan.needs <= plan.budget
+        assert "(1 bytes)" in commands(*words, "--budget", "0.00000001%").failure("plan")
+        model = models.find("models.py:blocks").build()
+        for bad in ("0%", "half", "-5%"):
+            with pytest.raises(ValueError, match=r"^plan(, budget)?: expected"):
+                pc.plan(model, x, budget=bad)
 
     def test_model_without_blocks(self, commands: Commands) -> None:
         assert "no plan fits" in commands("plan", "%Mixed", *SMALL, "--budget", "1KiB").err
@@ -165,7 +179,10 @@ class TestMistakes:
             (("%tiny", "--max-batch"), "expected --budget, such as --budget 6GiB\n"),
             (("%tiny", "--budget", "much"), "--budget: expected a number of bytes such as 6GiB, 500MB or 10737"),
             (("%tiny", "--budget", "0"), "--budget: expected a number of bytes"),
-            (("%tiny", "--budget", "-1GiB"), "--budget: expected"),
+            (("%tiny", "--budget", "-1GiB"), "--budget: expected a number of bytes such as 6GiB, 500MB or 107"),
+            (("%tiny", "--budget", "-3GB", "--frontier"), "--budget: expected a number of bytes such as 6GiB, 500MB"),
+            (("%tiny", "--budget", "6"), "--budget: expected a unit, such as 6GiB, got '6' (bytes: 6B)"),
+            (("%tiny", "--budget", "50%", "--max-batch"), "--max-batch and --max-size: expected a number of bytes"),
             (("%tiny", "--budget", "6 GB/s"), "--budget: expected a number of bytes"),
             (("%tiny", "--budget", "9" * 400), "--budget: expected a number of bytes"),
             (("%tiny", "--budget", "1GiB", "--planned"), "--planned: expected --max-batch or --max-size with it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,7 @@ class CommandText:
 
 
 class Commands:
-    """Runs `patchconv_native WORDS` where `models.py` of the above lies. `%` in a word is that file and a colon."""
+    """Runs `patchconv_native WORDS` where `models.py` of the above lies. `%` before a word is that file and a colon."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
@@ -132,7 +133,7 @@ class Commands:
     def __call__(self, *words: str) -> CommandText:
         self._capsys.readouterr()
         try:
-            code = cli.main([word.replace("%", "models.py:") for word in words])
+            code = cli.main([re.sub("^%", "models.py:", word) for word in words])
         except SystemExit as stopped:
             assert isinstance(stopped.code, int)
             code = stopped.code
