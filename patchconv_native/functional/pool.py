@@ -48,7 +48,7 @@ def _max_pool(dims: int) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if return_indices or not plain_eager(input):
+        if return_indices or not plain_eager(input) or input.is_quantized:
             return stock(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
         lists = (_list(kernel_size), [] if stride is None else _list(stride), _list(padding), _list(dilation))
         return op(input, *lists, ceil_mode)

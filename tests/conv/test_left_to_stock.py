@@ -134,3 +134,9 @@ def test_a_number_that_is_too_large(argument):
     if argument == "splits":
         with pytest.raises(ValueError, match=r"^Conv2d: expected splits to fit into 64 bits, got 1000"):
             pc.Conv2d(3, 4, 3, splits=10**30)
+
+
+def test_a_max_pool_of_quantized_values():
+    """Its kernel takes no list of one entry."""
+    x = torch.quantize_per_tensor(X.float(), 0.5, 0, torch.quint8)
+    assert torch.equal(pc.functional.max_pool2d(x, 2).int_repr(), F.max_pool2d(x, 2).int_repr())
