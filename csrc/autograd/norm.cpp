@@ -238,6 +238,33 @@ Tensor batch_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
 
 // ---------------------------------------------------------------------------------------------------------
 
+// The result of an instance norm, which is a view of a batch norm's result, as a tensor of its own: so what
+// works in place on it saves as little as after a batch norm. The batch norm's result is never read again.
+class InstanceNormBackward final : public ActivationNode {
+ public:
+  InstanceNormBackward() : ActivationNode("patchconv::InstanceNormBackward") {}
+
+ protected:
+  variable_list backward(const Tensor& grad) override { return {grad}; }
+  Tensor apply_to(const Tensor& x) override { return x.clone(); }
+  void apply_to_(Tensor&) override {}
+};
+
+Tensor instance_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                              const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                              bool use_input_stats, double momentum, double eps) {
+  const Tensor view =
+      instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps);
+  if (!view.is_view() || !use_lean_node(view)) return view;
+  const Tensor result = view.variable_data();
+  const auto node = make_node<InstanceNormBackward>(view);
+  node->input.note(view);
+  LeanNode::attach(result, node);
+  return result;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
 class GroupNormBackward final : public NormNode {
  public:
   GroupNormBackward() : NormNode("patchconv::GroupNormBackward") {}
@@ -382,6 +409,12 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("layer_norm", &layer_norm);
   m.impl("rms_norm", &rms_norm);
 }
+
+// Where an operator has a composite kernel, one under the key Autograd is not used, but one of each device
+// is.
+TORCH_LIBRARY_IMPL(patchconv, AutogradCPU, m) { m.impl("instance_norm", &instance_norm_autograd); }
+TORCH_LIBRARY_IMPL(patchconv, AutogradCUDA, m) { m.impl("instance_norm", &instance_norm_autograd); }
+TORCH_LIBRARY_IMPL(patchconv, AutogradMeta, m) { m.impl("instance_norm", &instance_norm_autograd); }
 
 }  // namespace
 

@@ -17,6 +17,41 @@ namespace patchconv {
 
 using at::Tensor;
 
+// An instance norm is a batch norm of one image with N*C channels.
+Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     bool use_input_stats, double momentum, double eps) {
+  TORCH_CHECK_VALUE(input.dim() >= 3,
+                    "instance_norm: expected input to have at least 3 dimensions (N, C, ...), got ",
+                    input.dim());
+  const c10::SymInt n = input.sym_size(0), c = input.sym_size(1);
+  for (const auto& [name, tensor] : {std::pair{"weight", &weight},
+                                     {"bias", &bias},
+                                     {"running_mean", &running_mean},
+                                     {"running_var", &running_var}}) {
+    TORCH_CHECK(!tensor->has_value() || !(*tensor)->defined() ||
+                    ((*tensor)->dim() == 1 && (*tensor)->sym_size(0) == c),
+                "instance_norm: expected ", name, " to have C = ", c, " elements, got shape ",
+                (*tensor)->sym_sizes());
+  }
+  auto repeated = [&](const OptionalTensor& tensor) -> OptionalTensor {
+    if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
+    return tensor->repeat_symint({n});
+  };
+  std::vector<c10::SymInt> shape = input.sym_sizes().vec();
+  shape[0] = 1;
+  shape[1] = n * c;
+  const OptionalTensor mean = repeated(running_mean), var = repeated(running_var);
+  const Tensor y = batch_norm(input.contiguous().view_symint(shape), repeated(weight), repeated(bias), mean,
+                              var, use_input_stats, momentum, eps);
+  if (use_input_stats && mean.has_value()) {
+    const at::NoGradGuard no_grad;
+    running_mean->copy_(mean->view_symint({n, c}).mean(0));
+    running_var->copy_(var->view_symint({n, c}).mean(0));
+  }
+  return y.view_symint(input.sym_sizes());
+}
+
 namespace {
 
 Tensor or_none(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
@@ -66,41 +101,6 @@ Tensor stock_layer_norm(const Tensor& input, c10::SymIntArrayRef shape, const Op
 Tensor stock_rms_norm(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
                       std::optional<double> eps) {
   return at::rms_norm_symint(input, shape, weight, eps);
-}
-
-// An instance norm is a batch norm of one image with N*C channels.
-Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                     bool use_input_stats, double momentum, double eps) {
-  TORCH_CHECK_VALUE(input.dim() >= 3,
-                    "instance_norm: expected input to have at least 3 dimensions (N, C, ...), got ",
-                    input.dim());
-  const c10::SymInt n = input.sym_size(0), c = input.sym_size(1);
-  for (const auto& [name, tensor] : {std::pair{"weight", &weight},
-                                     {"bias", &bias},
-                                     {"running_mean", &running_mean},
-                                     {"running_var", &running_var}}) {
-    TORCH_CHECK(!tensor->has_value() || !(*tensor)->defined() ||
-                    ((*tensor)->dim() == 1 && (*tensor)->sym_size(0) == c),
-                "instance_norm: expected ", name, " to have C = ", c, " elements, got shape ",
-                (*tensor)->sym_sizes());
-  }
-  auto repeated = [&](const OptionalTensor& tensor) -> OptionalTensor {
-    if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
-    return tensor->repeat_symint({n});
-  };
-  std::vector<c10::SymInt> shape = input.sym_sizes().vec();
-  shape[0] = 1;
-  shape[1] = n * c;
-  const OptionalTensor mean = repeated(running_mean), var = repeated(running_var);
-  const Tensor y = batch_norm(input.contiguous().view_symint(shape), repeated(weight), repeated(bias), mean,
-                              var, use_input_stats, momentum, eps);
-  if (use_input_stats && mean.has_value()) {
-    const at::NoGradGuard no_grad;
-    running_mean->copy_(mean->view_symint({n, c}).mean(0));
-    running_var->copy_(var->view_symint({n, c}).mean(0));
-  }
-  return y.view_symint(input.sym_sizes());
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeImplicitAutograd, m) { m.impl("instance_norm", &instance_norm); }

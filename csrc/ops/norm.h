@@ -26,6 +26,11 @@ std::tuple<at::Tensor, at::Tensor> batch_statistics_with_aten(const at::Tensor& 
                                                               double momentum);
 void move_running(const OptionalTensor& running, const at::Tensor& now, double momentum, double factor);
 
+// patchconv::instance_norm: a view of the result of patchconv::batch_norm.
+at::Tensor instance_norm(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                         const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                         bool use_input_stats, double momentum, double eps);
+
 // patchconv::_normalize: activation((input - mean) / sqrt(var + eps) * weight + bias). An element of the
 // result depends only on its own value and on its channel's numbers.
 at::Tensor normalize(const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,

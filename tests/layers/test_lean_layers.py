@@ -299,6 +299,41 @@ def test_in_place_is_in_place(device, cls):
         pc.convert(cls(inplace=True))(torch.randn(3, device=device, requires_grad=True))
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, nn.SiLU])
+@pytest.mark.parametrize("options", [{"affine": True}, {}, {"affine": True, "track_running_stats": True}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_in_place_after_an_instance_norm(device, activation, options, training):
+    """nnU-Net's block: what works in place on the norm's result saves no more than what does not."""
+
+    def made(inplace: bool) -> nn.Module:
+        torch.manual_seed(0)
+        first, last = (nn.Conv2d(6, 6, 3, padding=1) for _ in range(2))
+        layers = first, nn.InstanceNorm2d(6, **options), activation(inplace=inplace), last
+        return nn.Sequential(*layers).double().to(device).train(training)
+
+    x, found, kept = torch.randn(IMAGE, dtype=torch.float64, device=device), [], []
+    for module in (made(True), pc.convert(made(False)), pc.convert(made(True))):
+        image = x.clone().requires_grad_()
+        kept.append(saved_bytes(partial(module, image)))
+        y = module(image)
+        y.square().sum().backward()
+        found.append([y, image.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+    assert kept[2] == kept[1] < kept[0]
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-10, atol=1e-10)
+
+
+def test_an_instance_norms_result_may_be_changed(device):
+    numbers: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    x, w = torch.randn(IMAGE, **numbers, requires_grad=True), torch.randn(4, 6, 3, 3, **numbers)
+    grads = []
+    for functional in (torch.nn.functional, pc.functional):
+        y = functional.instance_norm(x)
+        y.mul_(3.0)[:, :2] = 1.0
+        grads.append(torch.autograd.grad(functional.conv2d(y, w).square().sum(), x)[0])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 @pytest.mark.parametrize("cls,shape", [(nn.BatchNorm2d, (0, 3, 4, 4)), (nn.InstanceNorm2d, (0, 3, 4, 4)),
                                        (nn.BatchNorm1d, (0, 3)), (nn.GroupNorm, (0, 3, 4, 4))])  # fmt: skip
 def test_norms_of_an_empty_batch(device, cls, shape):
