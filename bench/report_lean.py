@@ -75,7 +75,9 @@ def lean_figure(data: Row) -> Any:
                 value = row[side]["held"] / row["stock"]["held"]
                 at = place + (line - (len(sides) - 1) / 2) * 0.28
                 ax.barh(at, value, 0.26, color=LEAN_COLOURS[side])
-                ax.text(value, at, f" {value:.2f}", va="center", fontsize=6)
+                # Not on the line of the floor: behind it.
+                behind = floors and value - 0.01 < row["floor"] < value + 0.08
+                ax.text(max(value, row["floor"]) if behind else value, at, f" {value:.2f}", va="center", fontsize=6)
             if floors:
                 ax.plot([row["floor"]] * 2, [place - 0.42, place + 0.42], color=FLOOR, lw=1.1)
         ax.axvline(1, color=COLOURS["stock"], lw=1, ls=":")

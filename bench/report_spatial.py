@@ -86,8 +86,8 @@ def _peaks(row: dict[str, Any]) -> list[str]:
 
 def figure(data: dict[str, Any]) -> Any:
     """Peaks in units of 1/ranks; a timeline of messages of one forward pass on two ranks; the model's speedups."""
-    drawn, places = canvas(1, 3, 16, 4.2)
-    peaks, line, model = places[0]
+    drawn, places = canvas(3, 1, 8, 11)
+    peaks, line, model = places[:, 0]
     rows = data["rows"]
     for n, ranks in enumerate(("2", "4")):
         peaks.barh([i + 0.4 * n for i in range(len(rows))], [share(row, ranks) for row in rows], 0.36,
@@ -120,6 +120,7 @@ def figure(data: dict[str, Any]) -> Any:
     model.set_title("a model, not measured", fontsize=9)
     model.legend(fontsize=7, frameon=False)
     for axes in (peaks, line, model):
+        axes.tick_params(labelsize=8)
         bare(axes)
     foot(drawn, data)
     return drawn

@@ -112,21 +112,21 @@ def _memory(data: dict[str, Any]) -> str:
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """Loss curves, those that should coincide in one colour; and the peak of each rank."""
+    """Losses, those that should coincide in one colour; and the peak of each rank."""
     rows = data["rows"]
     made, ((left, right),) = canvas(1, 2, 12.5, 1.6 + 0.42 * max(8, len(rows)))
     colours = dict(zip(sorted({row["chunks"] for row in rows}), GROUPS * 4, strict=False))
     for i, row in enumerate(rows):
-        # Curves lie on each other: marks get smaller, so that all can be seen.
+        # Curves lie on each other: the marks of a step stand side by side.
+        beside = 0.9 * ((i + 0.5) / len(rows) - 0.5)
         left.plot(
-            range(1, len(row["losses"]) + 1), row["losses"], color=colours[row["chunks"]], lw=0.8,
-            marker=MARKERS[i % len(MARKERS)], ms=13 - 10 * i / len(rows), mfc="none", mew=0.8,
-            label=f"{row['way']} ({data['batch'] // row['chunks']})",
+            [step + beside for step in range(1, len(row["losses"]) + 1)], row["losses"], color=colours[row["chunks"]],
+            lw=0, marker=MARKERS[i % len(MARKERS)], ms=3.5, label=f"{row['way']} ({data['batch'] // row['chunks']})",
         )  # fmt: skip
-    left.set_xlabel("step", fontsize=8)
+    left.set_xlabel("step; ways side by side, in the order of the bars", fontsize=8)
     left.set_ylabel("loss of the global batch", fontsize=8)
     left.set_xticks(range(1, data["steps"] + 1))
-    left.set_title("(n): batch norm sees n pictures; curves of a colour should coincide", fontsize=9)
+    left.set_title("(n): batch norm sees n pictures; a step's marks of a colour should be level", fontsize=9)
     left.legend(fontsize=6.5, frameon=False, ncols=2)
     for place, row in enumerate(rows):
         high = 0.8 / len(row["peaks"])

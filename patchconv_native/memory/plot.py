@@ -21,6 +21,8 @@ LANES = 3
 """Levels of modules below the curve."""
 BARS = 24
 """Modules in `plot_saved`; the others share one bar."""
+ALIKE = 3.0
+"""How many times another's operators a run may have for both to be drawn over their number."""
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -257,16 +259,21 @@ def plot_saved(trace: Trace, path: str | Path | None = None) -> Any:
 
 
 def plot_runs(runs: Mapping[str, Trace], path: str | Path | None = None) -> Any:
-    """Draws the curves of several runs over each other, and bars of their peaks and of what they save."""
+    """Draws the curves of several runs over each other, and bars of their peaks and of what they save.
+
+    Runs with other clocks, or one of several times another's operators, go by percent of the step.
+    """
     figure = new_figure(12, 4.8)
     axes, bars = figure.subplots(1, 2, width_ratios=[2.6, 1])
     clocks = {trace.clock for trace in runs.values()}
     most = max([1, *(trace.peak.bytes for trace in runs.values())])
-    last = max((_last(trace) for trace in runs.values()), default=1.0)
+    lasts = [_last(trace) for trace in runs.values()] or [1.0]
+    last = max(lasts)
+    one_axis = len(clocks) == 1 and (clocks != {"operators"} or last <= ALIKE * min(lasts))
     drawn: dict[str, Any] = {}
     for index, (name, trace) in enumerate(runs.items()):
         colour = RUNS[index % len(RUNS)]
-        scale = 1.0 if len(clocks) == 1 else 100 / _last(trace)
+        scale = 1.0 if one_axis else 100 / _last(trace)
         times, counts = _steps(trace)
         times = [time * scale for time in times]
         axes.fill_between(times, 0, counts, step="post", color=colour, alpha=0.08, linewidth=0)
@@ -277,11 +284,11 @@ def plot_runs(runs: Mapping[str, Trace], path: str | Path | None = None) -> Any:
             bars.barh(at, count, height=0.8, color=colour)
             text = format_bytes(count) + ("" if trace.error is None else ", not finished")
             bars.text(count + 0.02 * most, at, text, va="center", fontsize=9, color=DARK)
-    if len(clocks) == 1:
+    if one_axis:
         _time_axis(axes, clocks == {"operators"}, last)
     else:
         axes.set_xlabel("percent of the step")
-    axes.set_xlim(0, last if len(clocks) == 1 else 100)
+    axes.set_xlim(0, last if one_axis else 100)
     axes.set_ylim(0, 1.06 * most)
     bytes_axis(axes.yaxis, most)
     axes.grid(axis="y", alpha=0.3, linewidth=0.8)

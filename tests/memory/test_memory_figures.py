@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import memory_traces
 from support.memory_traces import OUT_OF_MEMORY
 
@@ -170,6 +171,14 @@ class TestComparison:
         curves, _ = compare(both).plot().axes
         assert curves.get_xlabel() == "percent of the step" and curves.get_xlim() == (0, 100)
         assert all(line.get_xdata()[-1] == pytest.approx(100) for line in curves.lines if len(line.get_xdata()) > 2)
+
+    def test_lengths_that_are_far_apart(self) -> None:
+        """A short run beside a long one would be a line at the edge."""
+        pytest.importorskip("matplotlib")
+        long = MemoryReport(memory_traces.resnet(fake=True))
+        short = memory.trace(torch.nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8), fake=True)
+        for other, label in ((short, "operator"), (long, "percent of the step")):
+            assert compare({"one": short, "two": other}).plot().axes[0].get_xlabel() == label
 
     def test_nothing_to_compare(self) -> None:
         with pytest.raises(ValueError, match="no reports"):
