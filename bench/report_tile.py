@@ -20,8 +20,7 @@ TEXT = (
     "the result. Time: the least of three calls (fewer where they take more than 30 s), each form in a process of its "
     "own, one after the other; planning is done in the call before them, but with files, where each call plans. The "
     "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
-    "since stock does not fit. Rows with a date are from a later run on such a machine, that "
-    "of 2026-11-25 on one without AVX-512; a time is given in units of stock's only where both are from one run."
+    "since stock does not fit. busy: other work ran on the machine meanwhile, so that the time is longer than it is alone."
 )
 
 
@@ -62,20 +61,19 @@ def sections(data: Row) -> Iterator[Section]:
     yield Section(TEXT)
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == case]
-        stock = {(row["side"], row.get("date")): row for row in rows if row["form"] == "stock"}
+        stock = {row["side"]: row for row in rows if row["form"] == "stock"}
         error = data["errors"].get(case, {})
         said = ", ".join(f"{form} {value:.3g}" for form, value in error.items())
-        said += f" ({data['errors_date']})" if said and "errors_date" in data else ""
         yield Section(
             f"Root mean square error against float64, in units of stock's own: {said}." if said else "",
             ["megapixels", "form", "peak, MiB", "process, MiB", "seconds", "of stock's"],
-            [_line(row, stock.get((row["side"], row.get("date")), {})) for row in rows],
+            [_line(row, stock.get(row["side"], {})) for row in rows],
             TITLES[case],
         )
 
 
 def _line(row: Row, stock: Row) -> list[str]:
-    line = [f"{_pixels(row):.1f}", row["form"] + (f" ({row['date']})" if "date" in row else "")]
+    line = [f"{_pixels(row):.1f}", row["form"] + ", busy" * row.get("busy", False)]
     if "peak" not in row:
         return [*line, row["error"], "", "", ""]
     seconds = row.get("seconds")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..settings import all_settings, settings_set
 from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .backward import Backward
@@ -95,6 +96,8 @@ class _Taped:
     """Without what was saved."""
     spec: Any = None
     """How what was saved was taken apart."""
+    settings: list[Any] = field(default_factory=all_settings)
+    """Those of the forward pass, under which the backward pass runs."""
 
 
 class _Tiled(Function):
@@ -146,7 +149,8 @@ class _Tiled(Function):
         swaps = {id(old): new for old, new in zip(taped.constants, constants, strict=True)}
         found = Backward(taped.plan, _run_again(taped, kept, images), swaps, once)
         del kept
-        found.run({v: grad for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None})
+        with settings_set(taped.settings):
+            found.run({v: grad for v, grad in zip(ctx.outputs, grads, strict=True) if grad is not None})
         own = [found.grads.get(v) for v in images] + [found.of_constant(constant) for constant in constants]
         keys = [*images, *map(id, taped.constants)]
         zeros = _by_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -288,3 +289,20 @@ def test_tiles_that_read_all_of_a_value_make_no_views_of_it() -> None:
     made = [event.name for event in seen.function_events]
     assert made.count("aten::convolution_backward") == 10
     assert not made.count("aten::slice_backward")
+
+
+def test_the_backward_pass_has_the_settings_of_the_forward_pass() -> None:
+    net, x = pc.Conv2d(4, 4, 3, padding=1), torch.randn(1, 4, 64, 32)
+
+    def tiles_of_backward(*settings: Any) -> int:
+        with contextlib.ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting)
+            y = pc.tile(net, x, tile=16)
+        before = pc.settings.all_settings()
+        with pc.record_paths() as paths:
+            y.sum().backward()
+        assert pc.settings.all_settings() == before
+        return max(one["count"] for one in paths)
+
+    assert tiles_of_backward(pc.workspace_limit(4096)) > tiles_of_backward()
