@@ -20,7 +20,7 @@ TEXT = (
     "the result. Time: the least of three calls (fewer where they take more than 30 s), each form in a process of its "
     "own, one after the other; planning is done in the call before them, but with files, where each call plans. The "
     "largest images are computed once, and that time includes planning and the counting of memory. (p): predicted, "
-    "since stock does not fit. busy: other work ran on the machine meanwhile, so that the time is longer than it is alone."
+    "since stock does not fit. busy: other work ran on the machine meanwhile; alone it takes less time."
 )
 
 
