@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import ON_AVX512
+from support.pairs import only_full
 
 import patchconv_native as pc
 from bench import article, report
@@ -21,6 +22,7 @@ pytest.importorskip("torchvision")
 PHASES = {"forward", "backward", "recompute", "optimizer"}
 
 
+@only_full
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     data = results("article")
     assert [row["form"] for row in data["rows"]] == list(article.FORMS)

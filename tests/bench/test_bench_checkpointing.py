@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.counts import saved_bytes
+from support.pairs import only_full
 from support.ranks import needs_gloo
 
 from bench import checkpointing
 
 
+@only_full
 @needs_gloo
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     data = results("checkpointing")

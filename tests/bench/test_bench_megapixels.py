@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.pairs import only_full
 
 
+@only_full
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     pytest.importorskip("PIL")
     data = results("megapixels")

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.pairs import only_full
 
 from bench import memory_trace, report
 
 pytest.importorskip("torchvision")
 
 
+@only_full
 def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     data = results("memory_trace")
     models = {row["model"] for row in data["predictions"]}

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.pairs import only_full
 
 from bench import measure, tile, tile_speed
 
 
+@only_full
 def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
 
@@ -39,6 +41,7 @@ def test_stock_is_predicted() -> None:
     assert 0.95 < tile.predicted("unet", 128)["peak"] / found < 1.05
 
 
+@only_full
 def test_speed_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
     fresh = measure.in_fresh_process

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.pairs import only_full
 from support.ranks import needs_gloo
 
 tile_ranks = pytest.importorskip("bench.tile_ranks")
 from bench import report_tile_ranks  # noqa: E402
 
 
+@only_full
 @needs_gloo
 def test_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_ranks, "CASES", ("frozen",))

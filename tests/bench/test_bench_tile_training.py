@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.pairs import only_full
 
 from bench import measure, tile_training
 
 
+@only_full
 def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     def here(target: str, timeout: float, **arguments: Any) -> Any:
         return getattr(tile_training, target.partition(":")[2])(**arguments)

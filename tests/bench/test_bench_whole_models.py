@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.pairs import only_full
 
 import patchconv_native as pc
 from bench import measure, whole_models
@@ -15,6 +16,7 @@ from bench import measure, whole_models
 pytest.importorskip("matplotlib")
 
 
+@only_full
 def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: starting one for each form would take a minute."""
 

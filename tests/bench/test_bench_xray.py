@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.pairs import FULL
+from support.pairs import FULL, only_full
 from support.ranks import needs_gloo
 
 from bench import launch, report_xray, xray, xray_model, xray_ways
@@ -67,6 +67,7 @@ def test_two_ranks(results: Results) -> None:
 
 
 @needs_gloo
+@only_full
 @pytest.mark.slow
 def test_four_ranks(results: Results) -> None:
     how = (ALL if FULL else WAYS)["4"]
