@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forward (fprop), or the gradient of the input (dgrad) or of the weight (wgrad)",
     )  # fmt: skip
     options.add_input(parser, "autocast to this dtype")
+    parser.set_defaults(eval=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -218,7 +218,7 @@ def ready(model: nn.Module, arguments: argparse.Namespace, device: torch.device 
             model = model.to(memory_format=_layout(len(shape(arguments))))
     except (RuntimeError, NotImplementedError) as error:
         raise Failed(f"the model cannot be brought to {device or 'channels_last'}: {line(error)}") from error
-    return model.eval() if getattr(arguments, "eval", True) else model
+    return model.eval() if arguments.eval else model
 
 
 def example(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.checks import ON_AVX512
 from support.errors import raises
 from support.modules import Made
 from torch import Tensor, nn
@@ -408,8 +407,7 @@ def test_memory(converted, amp):
         pc.memory.trace(model, x, amp=amp)
         report = pc.memory.trace(model, x, amp=amp)
         predicted = pc.memory.trace(model, x, amp=amp, fake=True)
-        # What bfloat16 takes without AVX-512 is known less well.
-        assert predicted.peak == pytest.approx(report.peak, rel=0.05 if ON_AVX512 or amp is None else 0.1)
+        assert predicted.peak == pytest.approx(report.peak, rel=0.05)
         peaks[chunks] = report.transient
         if chunks:
             assert report.saved <= x.nbytes + 8192, "the input"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,11 +24,8 @@ each = pytest.mark.parametrize("name", CASES)
 
 def elsewhere(function: Callable[[], Any]) -> Any:
     """What a function returns on another thread."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 @each
@@ -94,15 +92,14 @@ def test_blocks_of_two_threads_that_overlap():
             assert ended.wait(60)
             return pc.workspace_limit()
 
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(first()))
-    thread.start()
-    assert began.wait(60)
-    with pc.workspace_limit(MIB):
-        ended.set()
-        thread.join()
-        assert pc.workspace_limit() == MIB
-    assert found == [KIB] and pc.workspace_limit() == before
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(first)
+        assert began.wait(60)
+        with pc.workspace_limit(MIB):
+            ended.set()
+            assert found.result() == KIB
+            assert pc.workspace_limit() == MIB
+    assert pc.workspace_limit() == before
 
 
 def test_many_threads_leave_the_process_as_it_was():
@@ -115,11 +112,8 @@ def test_many_threads_leave_the_process_as_it_was():
                 if (pc.workspace_limit(), pc.backend(), pc.recompute()) != (value, "aten", False):
                     wrong.append(value)
 
-    threads = [threading.Thread(target=blocks, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(blocks, range(8)))
     assert wrong == [] and all_settings() == before
 
 
