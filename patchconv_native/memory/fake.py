@@ -20,6 +20,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import recipes
 from .sizes import storage, tensors
@@ -35,6 +36,8 @@ _RESIZED = {torch.ops.aten.im2col.default, torch.ops.aten.col2im.default}
 _DEVICE = torch.ops.prim.device.default
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
+
+_REAL = Tensor, nn.Parameter
 
 # Operators that save for backward what only a real run can tell.
 _UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
@@ -55,6 +58,10 @@ def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...
     return result.stride()
 
 
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
+
+
 def _device_of(fake: FakeTensor) -> torch.device:
     return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
 
@@ -68,6 +75,7 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False
         self._keeps_casts: list[bool] = []
+        self._of_real = WeakIdKeyDictionary()
 
     def __enter__(self) -> FakeMode:
         self._keeps_casts.append(torch.is_autocast_cache_enabled())
@@ -82,6 +90,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return _device_of(args[0])
+        args = [self._fake_for(one) if type(one) in _REAL else one for one in args]
         key = recipes.key_of(func, args, kwargs or {})
         if key is None:
             return self._computed(func, types, args, kwargs)
@@ -92,6 +101,15 @@ class FakeMode(FakeTensorMode):
             recipes.learn(key, func, args, result)
             return result
         return self._computed(func, types, args, kwargs) if recipe is None else recipes.made(self, recipe, args)
+
+    def _fake_for(self, real: Tensor) -> Tensor:
+        """The fake of a real tensor, such as a weight, made once. torch makes one a call, and computes with numbers."""
+        if real.numel() < 2 or real.layout != torch.strided:
+            return real
+        made = self._of_real.get(real)
+        if made is None or _metadata(made) != _metadata(real) or made.fake_device != real.device:
+            made = self._of_real[real] = self.from_tensor(real)
+        return made
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _BATCH_NORM and not args[5] and args[0].device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,8 +87,8 @@ def pixel_unshuffle(input: Any, downscale_factor: int) -> Tensor:
 
 
 def _taps(
-    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype,
-    device: Any,
+    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype, device: Any,
+    outputs: Range,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of a range of outputs: (taps, n) coordinates that are read, and their weights, in float64."""
     at = torch.arange(*outputs, dtype=torch.float64)
@@ -120,17 +121,22 @@ def _taps(
     return taps, torch.stack([far[0], near[0], near[1], far[1]])
 
 
-def _reads(
-    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, outputs: Range, dtype: torch.dtype,
-    device: Any,
-) -> Range:  # fmt: skip
+@functools.lru_cache(maxsize=32)
+def _all_reads(
+    mode: str, dims: int, size: int, out: int, scale: float | None, align: bool, dtype: torch.dtype, device: Any
+) -> tuple[list[int], list[int]]:
+    """Of each output, the lowest and the highest coordinate that it reads."""
+    taps, _ = _taps(mode, dims, size, out, scale, align, dtype, device, (0, out))
+    return taps.amin(0).tolist(), taps.amax(0).tolist()
+
+
+def _reads(given: tuple[Any, ...], outputs: Range) -> Range:
     """The coordinates that a range of outputs reads: its first output reads the lowest one, its last the highest."""
     low, high = outputs
     if low >= high:
         return 0, 0
-    ends = (low, low + 1), (high - 1, high)
-    first, last = (_taps(mode, dims, size, out, scale, align, end, dtype, device)[0] for end in ends)
-    return int(first.min()), int(last.max()) + 1
+    lowest, highest = _all_reads(*given)
+    return lowest[low], highest[high - 1] + 1
 
 
 _MODES = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
@@ -198,11 +204,11 @@ def _interpolate(
     for d, axis in input.axes.items():
         out, scale = sizes[d - first], scales[d - first]
         axes[d] = scaled_axis("interpolate", axis, out)
-        given = mode, dims, axis.size, out, scale, bool(align_corners)
+        given = mode, dims, axis.size, out, scale, bool(align_corners), precise(local.dtype), device
         with _disable_current_modes():  # coordinates are computed even where x has a shape alone
             parts = axes[d].ranges()
-            reads = [_reads(*given, part, precise(local.dtype), device) for part in parts]
-            taps, weights = _taps(*given, parts[axis.index], precise(local.dtype), device)
+            reads = [_reads(given, part) for part in parts]
+            taps, weights = _taps(*given, parts[axis.index])
         local = reading(local, d, axis, reads, fresh=False)
         local = _resampled(local, d, taps, weights, reads[axis.index][0])
     return SpatialTensor(local, axes)
