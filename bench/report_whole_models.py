@@ -18,6 +18,8 @@ TITLES = {
     "pc checkpoints": "`pc.checkpoint_modules` of the blocks",
     "functional, pc checkpoints": "`pc.convert(model, functional=True)` and `pc.checkpoint_modules`",
     "plan": "`pc.plan`",
+    "compiled": "`torch.compile(model)`, stock",
+    "compiled, half of the memory": "`torch.compile(model)`, activation_memory_budget = 0.5, stock",
     "tile": "`pc.tile_modules(model)`",
     "tile, channels_last": "`pc.tile_modules(model)`, channels_last",
     "tile, 64MiB": '`pc.tile_modules(model, budget="64MiB")`',

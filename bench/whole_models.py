@@ -1,12 +1,12 @@
 """Whole models: what conversion, tiles, checkpoints and plans save of the memory that one call needs.
 
-Seven cases: the decoder of a diffusers AutoencoderKL, decoding and training; ResNet-18's and MobileNetV2's
-features of a large image; a U-Net on a large image, and training; a training step of EfficientNetV2-S. Every
-form (stock, channels_last, converted, by tiles, with checkpoints, ...) runs in a process of its own: the peak
-of what torch allocates in a call, above the parameters and the input and without the result, and beside it the
-growth of the process. Rivals run beside us: torch's checkpoints around the same blocks, and diffusers' own
-tiled decoding, whose error is given too. Times are taken in turn, all forms of a case in one process; `--rounds
-0` leaves them out.
+Ten cases: the decoder of a diffusers AutoencoderKL, decoding and training; ResNet-18's and MobileNetV2's features of a
+large image; a U-Net on a large image and a 3-D one on a volume, without gradients and training; training steps of
+EfficientNetV2-S and ConvNeXt-T. Every form (stock, channels_last, converted, by tiles, with checkpoints, planned,
+compiled, ...) runs in a process of its own: the peak of what torch allocates in a call, above the parameters and the
+input and without the result, and beside it the growth of the process. Rivals run beside us: torch's checkpoints around
+the same blocks, torch.compile with its memory budget, and diffusers' own tiled decoding, whose error is given too.
+Times are taken in turn, all forms of a case in one process; `--rounds 0` leaves them out.
 """
 
 from __future__ import annotations
@@ -32,13 +32,19 @@ from . import measure, report, resnet
 from .measure import MIB
 
 
+def of_rank(dims: int, name: str) -> Any:
+    """nn.Conv2d and so on."""
+    return getattr(nn, f"{name}{dims}d")
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions, each with batch norm and ReLU."""
 
-    def __init__(self, channels: int, outputs: int) -> None:
+    def __init__(self, channels: int, outputs: int, dims: int = 2) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(c, outputs, 3, padding=1, bias=False) for c in (channels, outputs))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(outputs) for _ in range(2))
+        conv, norm = of_rank(dims, "Conv"), of_rank(dims, "BatchNorm")
+        self.convs = nn.ModuleList(conv(c, outputs, 3, padding=1, bias=False) for c in (channels, outputs))
+        self.norms = nn.ModuleList(norm(outputs) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):
@@ -49,18 +55,19 @@ class Block(nn.Module):
 class UNet(nn.Module):
     """Halves the sides with max pools, doubles them with transposed convolutions, and concatenates what is equal."""
 
-    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256), classes: int = 2) -> None:
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256), classes: int = 2, dims: int = 2) -> None:
         super().__init__()
-        self.down = nn.ModuleList(Block(c, w) for c, w in itertools.pairwise((3, *widths)))
-        wide = widths[::-1]
-        self.up = nn.ModuleList(nn.ConvTranspose2d(c, w, 2, stride=2) for c, w in itertools.pairwise(wide))
-        self.join = nn.ModuleList(Block(2 * w, w) for w in wide[1:])
-        self.head = nn.Conv2d(widths[0], classes, 1)
+        self.down = nn.ModuleList(Block(c, w, dims) for c, w in itertools.pairwise((3, *widths)))
+        wide, self.pool = widths[::-1], of_rank(dims, "MaxPool")(2)
+        transposed = of_rank(dims, "ConvTranspose")
+        self.up = nn.ModuleList(transposed(c, w, 2, stride=2) for c, w in itertools.pairwise(wide))
+        self.join = nn.ModuleList(Block(2 * w, w, dims) for w in wide[1:])
+        self.head = of_rank(dims, "Conv")(widths[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         kept = []
         for level, block in enumerate(self.down):
-            x = block(x if level == 0 else nn.functional.max_pool2d(x, 2))
+            x = block(x if level == 0 else self.pool(x))
             kept.append(x)
         for up, join, skip in zip(self.up, self.join, kept[-2::-1], strict=True):
             x = join(torch.cat([up(x), skip], 1))
@@ -102,16 +109,30 @@ class Case:
     batch: int = 1
     latent: bool = False
     blocks: tuple[str, ...] = ()
+    dims: int = 2
 
     def input(self, size: str) -> Tensor:
-        side = self.side[size] // 8 if self.latent else self.side[size]
+        sides = [self.side[size] // 8 if self.latent else self.side[size]] * self.dims
         made = torch.Generator().manual_seed(1)
-        return torch.randn(self.batch if size == "full" else 2, 4 if self.latent else 3, side, side, generator=made)
+        return torch.randn(self.batch if size == "full" else 2, 4 if self.latent else 3, *sides, generator=made)
+
+
+class Compiled(nn.Module):
+    """torch.compile(model), with a share of the activations that its partitioner may save for backward."""
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        super().__init__()
+        self.model, self.share = torch.compile(model, dynamic=False), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch._functorch.config.patch(activation_memory_budget=self.share):
+            return self.model(x)
 
 
 LAYOUT, CONVERT = "channels_last", ("convert", "functional")
 STEP = ("stock", LAYOUT, *CONVERT, "functional, channels_last")
-CHECKPOINTED = (*STEP, "torch checkpoints", "pc checkpoints", "functional, pc checkpoints")
+CHECKPOINTED = (*STEP, "torch checkpoints", "pc checkpoints", "functional, pc checkpoints", "plan")
+COMPILED = ("compiled", "compiled, half of the memory")
 TILED = ("tile", "tile, channels_last", "tile, 128MiB")
 CASES = {
     "decoder": Case(
@@ -137,11 +158,23 @@ CASES = {
     ),
     "unet step": Case(
         "U-Net, 768x768, training step", lambda side: UNet(), {"full": 768, "tiny": 64}, True,
-        (*CHECKPOINTED, "plan"), blocks=("Block",),
+        (*CHECKPOINTED, *COMPILED), blocks=("Block",),
+    ),
+    "volume": Case(
+        "3-D U-Net, 128x128x128, no gradients", lambda side: UNet((16, 32, 64, 128), dims=3),
+        {"full": 128, "tiny": 64}, False, (*STEP, *TILED), dims=3,
+    ),
+    "volume step": Case(
+        "3-D U-Net, 96x96x96, training step", lambda side: UNet((16, 32, 64, 128), dims=3),
+        {"full": 96, "tiny": 64}, True, (*STEP, "plan"), dims=3,
     ),
     "efficientnet step": Case(
         "EfficientNetV2-S, batch 8 at 224x224, training step", lambda side: resnet.model("efficientnet_v2_s"),
-        {"full": 224, "tiny": 64}, True, STEP, batch=8,
+        {"full": 224, "tiny": 64}, True, (*STEP, "plan", *COMPILED), batch=8,
+    ),
+    "convnext step": Case(
+        "ConvNeXt-T, batch 8 at 224x224, training step", lambda side: resnet.model("convnext_tiny"),
+        {"full": 224, "tiny": 128}, True, (*STEP, "plan"), batch=8,
     ),
 }  # fmt: skip
 PLAN_SHARE = 0.5  # of the peak that is predicted of the model as it stands
@@ -173,7 +206,8 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
         return any(cls.__name__ in case.blocks for cls in type(module).__mro__)
 
     if LAYOUT in form:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        layout = torch.channels_last if case.dims == 2 else torch.channels_last_3d
+        model, x = model.to(memory_format=layout), x.to(memory_format=layout)
     if form == "diffusers' tiling":
         model.vae.enable_tiling()  # type: ignore[union-attr, operator]
     if form == "torch checkpoints":
@@ -195,16 +229,18 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
             plan = error.plan  # what takes least
         plan.apply(model)
         note = f"budget {PLAN_SHARE * stock / MIB:.0f} MiB, parameters and input included; {plan.strategy}"
+    if form.startswith("compiled"):
+        model = Compiled(model, 0.5 if "half" in form else 1.0)
     return model, x, note
 
 
 def memory(name: str, form: str, size: str, results: str) -> dict[str, Any]:
-    """Bytes of one call, after one of a small part of the input, which sets up what is made once; of a forward pass
-    also the distance of its result from stock's, which is in the folder `results`.
+    """Bytes of one call, after one of a small part of the input, which sets up what is made once (after one of the
+    whole input where that compiles); of a forward pass also the distance of its result from stock's, which is in the folder `results`.
     """
     case = CASES[name]
     model, x, note = prepared(name, form, size)
-    small = x[..., : max(1, x.shape[-2] // 8), : max(1, x.shape[-1] // 8)]
+    small = x if form.startswith("compiled") else x[..., : x.shape[-2] // 4, : x.shape[-1] // 4]
     call_of(case, model, small.contiguous())()
     call, made = call_of(case, model, x), []
     peaks: list[int] = []
