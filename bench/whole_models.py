@@ -235,8 +235,8 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
 
 
 def memory(name: str, form: str, size: str, results: str) -> dict[str, Any]:
-    """Bytes of one call, after one of a small part of the input, which sets up what is made once (after one of the
-    whole input where that compiles); of a forward pass also the distance of its result from stock's, which is in the folder `results`.
+    """Bytes of one call, after one of a small part of the input, which sets up what is made once (where that compiles,
+    of all of it); of a forward pass also the distance of its result from stock's, which is in the folder `results`.
     """
     case = CASES[name]
     model, x, note = prepared(name, form, size)
