@@ -36,14 +36,43 @@ TEXT = (
 )
 
 
+SHORT = "In units of stock's: peak / process / time. Stock's own are in MiB and seconds."
+PLANNED = ("plan", "tile")
+"""What is shown as planned: of training steps, and without gradients."""
+
+
 def sections(data: Row) -> Iterator[Section]:
     yield Section(TEXT)
+    yield short(data)
     for what, group in itertools.groupby(data["rows"], key=lambda row: row["what"]):
         rows = list(group)
         notes = [f"{TITLES[row['form']]}: {row['note']}." for row in rows if row.get("note")]
         head = ["form", "peak, MiB", "of stock's", "process, MiB", "of stock's"]
         head += ["error, rms", "error, most"] * ("error" in rows[0]) + ["ms", "of stock's"] * ("ms" in rows[0])
         yield Section(" ".join(notes), head, [_line(row, rows[0]) for row in rows], what)
+
+
+def short(data: Row) -> Section:
+    """A line a model."""
+    lines = []
+    for what, group in itertools.groupby(data["rows"], key=lambda row: row["what"]):
+        rows = {row["form"]: row for row in group}
+        stock = rows["stock"]
+        seconds = f" / {stock['ms']['median'] / 1e3:.1f}" if "ms" in stock else ""
+        line = [what, f"{mib(stock['peak'])} / {mib(stock['process'])}{seconds}"]
+        converted = "functional" if "functional" in rows else "convert"
+        planned = next((form for form in PLANNED if form in rows), "")
+        for form in ("channels_last", converted, planned):
+            line.append(_shares(rows[form], stock) if "peak" in rows.get(form, {}) else "")
+        lines.append(line)
+    head = ["model", "stock", "stock, channels_last", "converted", "planned, or in tiles"]
+    return Section(SHORT, head, lines, "In short")
+
+
+def _shares(row: Row, stock: Row) -> str:
+    shares = [row[key] / stock[key] for key in ("peak", "process")]
+    shares += [row["ratio"]["median"]] if row.get("ratio") else []
+    return " / ".join(f"{share:.2f}" for share in shares)
 
 
 def _line(row: Row, stock: Row) -> list[str]:

@@ -61,8 +61,13 @@ def machine(info: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def measured(head: dict[str, Any]) -> str:
+    """When and on what: `head` is what measure.report_head gives."""
+    return f"Measured {head['date']} on {machine(head['hardware'])}. Load before: {head['load']}."
+
+
 def document(data: dict[str, Any], title: str, sections: Iterable[Section]) -> str:
-    notes = f"Measured {data['date']} on {machine(data['hardware'])}. Load before: {data['load']}."
+    notes = measured(data)
     if data["size"] != "full":
         notes += f" **Size {data['size']}: a trial of the script, not a measurement.**"
     return "\n\n".join([f"# {title}", notes, *map(str, sections)]) + "\n"

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ ONCE = 3e6
 STEPS_TIMED = 2
 EXACT = {"full": 192, "tiny": 128}
 """The side at which gradients are compared."""
+HEAD = ("date", "load", "hardware")
 CURVE = {"full": (200, 128), "tiny": (2, 128)}
 """Steps of the loss curve, and the side of its images."""
 
@@ -199,17 +201,31 @@ def rows_of(case: str, side: int, forms: tuple[str, ...]) -> list[dict[str, Any]
     return rows
 
 
+def kept(old: dict[str, Any], cases: Collection[str], head: dict[str, Any]) -> dict[str, Any]:
+    """The results before a run of these cases: those of other cases in an earlier run, and where these are from."""
+    if not old:
+        return head | {"rows": [], "errors": {}, "heads": {}}
+    rows = [row for row in old["rows"] if row["case"] not in cases]
+    errors = {case: error for case, error in old["errors"].items() if case not in cases}
+    heads = {row["case"]: old.get("heads", {}).get(row["case"], {key: old[key] for key in HEAD}) for row in rows}
+    curves = {"curves": old["curves"]} if "curves" in old and "unet" not in cases else {}
+    return head | {"rows": rows, "errors": errors, "heads": heads} | curves
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = measure.parser(__doc__, ("full", "tiny"))
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="the others keep their results")
     parser.add_argument("--largest", type=int, default=2048, help="the largest side that is run")
     parser.add_argument("--side", type=int, help="this side alone, stored as tile_training_SIDE")
     arguments = parser.parse_args(argv)
-    data = measure.report_head("tile_training", arguments.size) | {"rows": [], "errors": {}}
+    head = measure.report_head("tile_training", arguments.size)
     if arguments.side:
+        data = kept({}, (), head)
         data["rows"] = [row for case in arguments.only for row in rows_of(case, arguments.side, FORMS)]
         report.store(data, arguments, f"tile_training_{arguments.side}")
         return 0
+    path = measure.folder(arguments) / "tile_training.json"
+    data = kept(json.loads(path.read_text()) if path.exists() else {}, arguments.only, head)
     for case in arguments.only:
         sides = CASES[case].sides if arguments.size == "full" else (128,)
         for side in (side for side in sides if side <= arguments.largest):
@@ -217,8 +233,9 @@ def main(argv: list[str] | None = None) -> int:
             report.store(data, arguments)
         given = {"case": case, "side": EXACT[arguments.size], "share": 0.5}
         data["errors"][case] = measure.in_fresh_process("bench.tile_training:errors", 3600, **given)
-    steps, side = CURVE[arguments.size]
-    data["curves"] = measure.in_fresh_process("bench.tile_training:curves", 7200, steps=steps, side=side)
+    if "unet" in arguments.only:
+        steps, side = CURVE[arguments.size]
+        data["curves"] = measure.in_fresh_process("bench.tile_training:curves", 7200, steps=steps, side=side)
     report.store(data, arguments)
     print(f"peaks above {STOCK_FITS / MIB:.0f} MiB are predictions")
     return 0

@@ -24,7 +24,11 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
     assert 0 < ours["peak"] <= stock["peak"] / 3 * 1.01
     assert min(ours["seconds"], ours["planning"], stock["seconds"]) > 0
     assert 0 < data["errors"]["frozen"]["tile"] < 1e-9
-    losses = data["curves"]
+    assert "curves" not in data
+    both = results("tile_training", "--only", "unet")  # the other case keeps its rows, and says from where they are
+    assert [row for row in both["rows"] if row["case"] == "frozen"] == data["rows"]
+    assert both["heads"]["frozen"]["date"] == data["date"] and both["errors"].keys() == {"frozen", "unet"}
+    losses = both["curves"]
     assert all(abs(a - b) < 1e-3 for a, b in zip(losses["stock"], losses["tile, 1/4"], strict=True))
     assert "| tile, 1/3 |" in data["text"]
 
