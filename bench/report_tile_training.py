@@ -30,11 +30,13 @@ def sections(data: Row) -> Iterator[Section]:
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == case]
         error, head = data["errors"].get(case, {}).get("tile"), data.get("heads", {}).get(case, data)
-        exact = "" if error is None else (
-            f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's."
-        )
+        notes = []
+        if error is not None:
+            notes.append(f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's.")
+        if head["hardware"] != data["hardware"]:
+            notes.append(measured(head))
         yield Section(
-            "\n\n".join(filter(None, [exact, measured(head) if head["hardware"] != data["hardware"] else ""])),
+            "\n\n".join(notes),
             ["megapixels", "form", "peak, MiB", "peak, of stock's", "process, MiB", "seconds", "planning",
              "time, of stock's", "target"],
             [_line(row, next((one for one in rows if one["form"] == "stock" and one["side"] == row["side"]), {}))
