@@ -21,7 +21,8 @@ TEXT = (
     "process's resident memory grew in another one, without the gradients. Time: the least of two steps, each form in "
     "a process of its own. Planning, of which the seconds are given, is done once, in a step before these. Of images "
     "above 3 megapixels there is one step, with planning and the counting of memory in it. (p): predicted, since stock "
-    "does not fit. Target: of the time, as set before it was measured."
+    "does not fit. busy: other work ran on the machine meanwhile; alone it takes less time. Target: of the time, as set "
+    "before it was measured."
 )
 
 
@@ -51,7 +52,7 @@ def sections(data: Row) -> Iterator[Section]:
 
 
 def _line(row: Row, stock: Row) -> list[str]:
-    line = [f"{row['side'] ** 2 / 1e6:.2f}", row["form"]]
+    line = [f"{row['side'] ** 2 / 1e6:.2f}", row["form"] + ", busy" * row.get("busy", False)]
     if "peak" not in row:
         return [*line, row["error"], "", "", "", "", "", ""]
     line += [mib(row["peak"]) + " (p)" * row.get("predicted", False)]

@@ -10,8 +10,8 @@ padding of conv1d, conv2d and conv3d: "same", "valid", an int, or one int a spat
 dimension are taken too, which torch does not: (before, after) of the first, then of the next; for an image (top,
 bottom, left, right). "same" with a 4x4 kernel is padding=(1, 2, 1, 2).
 
-Tensors that the operators do not serve (integers, complex, sparse, mkldnn's, nested, of no channels, on other devices)
-are left to stock, as far as splits is None.
+Tensors that the operators do not serve (integers, complex, sparse, mkldnn's, nested, of no channels, on other devices,
+DTensors) are left to stock, as far as splits is None. torch.onnx.export gets stock's operators.
 
 Where torch takes an int, anything with `__index__` is taken too (numpy.int64, a tensor of one element). A bool or
 another type is a TypeError. A bool inside of a sequence counts as 0 or 1: to check that would cost every call.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ def _short_way(input: Any, weight: Any, bias: Any) -> bool:
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and not torch.compiler.is_compiling()
+        and not _library.exporting_onnx()
         and not _function_modes()
     )
 
@@ -158,7 +160,13 @@ def _served(input: Any, weight: Any) -> bool:
         and input.is_meta == weight.is_meta
         and 0 not in weight.shape[:2]
         and all(t.layout == torch.strided and not t.is_nested and not t.is_quantized for t in (input, weight))
+        and not _of_dtensors(input, weight)
     )
+
+
+def _of_dtensors(*tensors: Tensor) -> bool:
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and any(isinstance(tensor, loaded.DTensor) for tensor in tensors)
 
 
 def _padded(dims: int, input: Tensor, padding: Any, padding_mode: str) -> tuple[Tensor, Any]:
@@ -199,7 +207,7 @@ def conv(
             )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError):
             pass  # stock or the longer way serves it, or the longer way names the wrong argument
-    if splits is None and not _served(input, weight):
+    if _library.exporting_onnx() or (splits is None and not _served(input, weight)):
         input, padding = _padded(dims, input, padding, padding_mode)
         return getattr(F, _CONVS[dims])(input, weight, bias, stride, padding, dilation, groups)
     return _through_torch_ops(
@@ -234,7 +242,7 @@ def conv_transpose(
             )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError):
             pass
-    if splits is None and not _served(input, weight):
+    if _library.exporting_onnx() or (splits is None and not _served(input, weight)):
         stock = getattr(F, _CONV_TRANSPOSES[dims])
         return stock(input, weight, bias, stride, padding, output_padding, groups, dilation)
     return _through_torch_ops(

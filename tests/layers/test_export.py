@@ -1,0 +1,95 @@
+"""What exports and distributes a converted model finds torch's own operators in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.modules import of_torchvision
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh
+
+import patchconv_native as pc
+
+
+class Odd(nn.Module):
+    """Convolutions that stock computes in two steps, a transposed one, and functional code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Conv2d(3, 4, 4, padding="same", padding_mode="reflect")
+        self.circular = nn.Conv2d(4, 4, 3, padding=(2, 1), padding_mode="circular", groups=2)
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.circular(self.same(x))))
+        return nn.functional.silu(torch.cat([self.up(y), self.up(y * 2)], 1))
+
+
+MODELS = {"odd": Odd, "resnet18": lambda: of_torchvision("resnet18")}
+
+
+def converted(name: str, **options: Any) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, an image, and what the stock model makes of it."""
+    torch.manual_seed(0)
+    model, x = MODELS[name]().eval(), torch.randn(2, 3, 33, 40)
+    with torch.no_grad():
+        expected = model(x)
+    return pc.convert(model, functional=True, **options), x, expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx_by_torch_export(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.onnx.export(dynamo=True) calls torch.export, with its flag set, and turns what comes out into ONNX."""
+    model, x, expected = converted(name, splits=2)
+    inside = torch.export.export(model, (x,))
+    assert any("patchconv" in str(node.target) for node in inside.graph.nodes)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    found = torch.export.export(model, (x,), strict=False)
+    assert not any("patchconv" in str(node.target) for node in found.graph.nodes)
+    torch.testing.assert_close(found.module()(x), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx_by_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.onnx.export(dynamo=False) traces the model, with its flag set."""
+    model, x, expected = converted(name)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    traced = torch.jit.trace(model, (x,))
+    assert "patchconv::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(x), expected)
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["resnet18"])
+def test_dtensors(name: str, group: None) -> None:
+    model, x, expected = converted(name)
+    mesh = init_device_mesh("cpu", (1,))
+    distribute_module(model, mesh)
+    y = model(distribute_tensor(x, mesh, [Shard(0)]))
+    assert isinstance(y, DTensor)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    y.full_tensor().square().sum().backward()
+    stock = MODELS[name]().eval()
+    stock.load_state_dict({key: value.full_tensor() for key, value in model.state_dict().items()})
+    stock(x).square().sum().backward()
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor) and q.grad is not None
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def test_dtensors_in_pieces(group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    x, w = (distribute_tensor(torch.randn(*shape), mesh, [Shard(0)]) for shape in ((2, 3, 8, 8), (4, 3, 3, 3)))
+    with pytest.raises(NotImplementedError, match="conv2d"):
+        pc.functional.conv2d(x, w, splits=2)
