@@ -21,8 +21,8 @@ TEXT = (
     "process's resident memory grew in another one, without the gradients. Time: the least of two steps, each form in "
     "a process of its own. Planning, of which the seconds are given, is done once, in a step before these. Of images "
     "above 3 megapixels there is one step, with planning and the counting of memory in it. (p): predicted, since stock "
-    "does not fit. busy: other work ran on the machine meanwhile; alone it takes less time. Target: of the time, as set "
-    "before it was measured."
+    "does not fit. busy: other work ran on the machine meanwhile; alone it takes less time. Target: of the time, as "
+    "set before it was measured."
 )
 
 

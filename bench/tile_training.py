@@ -2,9 +2,9 @@
 
 A U-Net with batch norm in training and with its norms frozen (eval), a ResNet-18 with its head, and a diffusers decoder
 with a pixel loss, batch 1, in NCHW: one step (forward, loss, backward) of stock, of stock with checkpoints around its
-blocks, of the converted network, and by `pc.tile` in a third and in a sixth of stock's peak. Each form runs in a
-process of its own. Of large images, only what fits. Gradients are compared in float64, and the losses of 200 steps of
-stock and `pc.tile` on made-up images with each other.
+blocks, of the converted network, and by `pc.tile` in a third and in a sixth of stock's peak (the ResNet and the
+decoder: in a half and in a third). Each form runs in a process of its own. Of large images, only what fits. Gradients
+are compared in float64, and the losses of 200 steps of stock and `pc.tile` on made-up images with each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from patchconv_native.memory.peaks import allocated_peak
 from . import measure, report, resnet, whole_models
 from .measure import GIB, MIB
 
-FORMS = ("stock", "checkpoints", "converted", "tile, 1/3", "tile, 1/6")
+FORMS = ("stock", "checkpoints", "converted")
+"""Before those by `pc.tile`."""
 BLOCKS = ("Block", "BasicBlock", "UNetMidBlock2D", "UpDecoderBlock2D")
 """Class names of what the form with checkpoints checkpoints."""
 STOCK_FITS = 9 * GIB
@@ -59,6 +60,12 @@ class Case:
     target: Callable[[int], Tensor]
     largest: str = "2GiB"
     """The budget of the largest image, which stock does not fit."""
+    parts: tuple[int, ...] = (3, 6)
+    """The budgets of others, as parts of stock's peak."""
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return *FORMS, *(f"tile, 1/{part}" for part in self.parts)
 
 
 def of_pixels(side: int) -> Tensor:
@@ -69,9 +76,12 @@ CASES = {
     "unet": Case(lambda side: whole_models.UNet(), F.cross_entropy, (512, 1024, 2048), of_pixels),
     "frozen": Case(lambda side: whole_models.UNet().eval(), F.cross_entropy, (512, 1024, 2048), of_pixels),
     "resnet": Case(
-        lambda side: resnet.model(), F.cross_entropy, (1024, 2048, 4096), lambda side: torch.randint(0, 1000, (1,))
+        lambda side: resnet.model(), F.cross_entropy, (1024, 2048, 4096), lambda side: torch.randint(0, 1000, (1,)),
+        parts=(2, 3),
     ),
-    "decoder": Case(whole_models.Decoder, F.mse_loss, (256, 512, 1024), lambda side: torch.randn(1, 3, side, side)),
+    "decoder": Case(
+        whole_models.Decoder, F.mse_loss, (256, 512, 1024), lambda side: torch.randn(1, 3, side, side), parts=(2, 3)
+    ),
 }
 
 
@@ -180,10 +190,10 @@ def discs(side: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     return image[None], inside[None].long()
 
 
-def rows_of(case: str, side: int, forms: tuple[str, ...]) -> list[dict[str, Any]]:
+def rows_of(case: str, side: int) -> list[dict[str, Any]]:
     stock = measure.in_fresh_process("bench.tile_training:predicted", 600, case=case, side=side)["peak"]
     once, rows = side**2 > ONCE, []
-    for form in forms if stock <= STOCK_FITS else ("stock", f"tile, {CASES[case].largest}"):
+    for form in CASES[case].forms if stock <= STOCK_FITS else ("stock", f"tile, {CASES[case].largest}"):
         given: int | str = CASES[case].largest
         if "/" in form:
             given = stock // int(form[-1])
@@ -221,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     head = measure.report_head("tile_training", arguments.size)
     if arguments.side:
         data = kept({}, (), head)
-        data["rows"] = [row for case in arguments.only for row in rows_of(case, arguments.side, FORMS)]
+        data["rows"] = [row for case in arguments.only for row in rows_of(case, arguments.side)]
         report.store(data, arguments, f"tile_training_{arguments.side}")
         return 0
     path = measure.folder(arguments) / "tile_training.json"
@@ -229,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     for case in arguments.only:
         sides = CASES[case].sides if arguments.size == "full" else (128,)
         for side in (side for side in sides if side <= arguments.largest):
-            data["rows"] += rows_of(case, side, FORMS)
+            data["rows"] += rows_of(case, side)
             report.store(data, arguments)
         given = {"case": case, "side": EXACT[arguments.size], "share": 0.5}
         data["errors"][case] = measure.in_fresh_process("bench.tile_training:errors", 3600, **given)

@@ -18,6 +18,8 @@ Copies, pickles and torch.nn.utils.parametrize keep the kinds. TorchScript gets 
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -94,9 +96,18 @@ def on_base(cls: type, change: Callable[[type], type]) -> type:
 _classes: dict[tuple[type, type], Any] = {}
 
 
+def _forward_like(cls: Any, ours: Any) -> Any:
+    """A kind's forward with the signature and the source of the module's own, for inspect and torch.fx."""
+    copied = types.FunctionType(ours.__code__, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
+    copied.__kwdefaults__ = ours.__kwdefaults__
+    copied.__dict__.update(ours.__dict__)
+    return functools.update_wrapper(copied, cls.forward)
+
+
 def _with_kind(kind: type[Wrapped], cls: type) -> type:
     if (kind, cls) not in _classes:
         body = {"_inner": cls, "__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+        body["forward"] = _forward_like(cls, kind.forward)
         _classes[kind, cls] = type(cls.__name__, (kind, cls), body)
     return _classes[kind, cls]
 

@@ -17,7 +17,7 @@ def test_it_runs(results: Callable[..., dict[str, Any]], monkeypatch: pytest.Mon
         return getattr(tile_training, target.partition(":")[2])(**arguments)
 
     monkeypatch.setattr(measure, "in_fresh_process", here)
-    monkeypatch.setattr(tile_training, "FORMS", ("stock", "tile, 1/3"))
+    monkeypatch.setattr(tile_training.Case, "forms", ("stock", "tile, 1/3"))
     data = results("tile_training", "--only", "frozen")
     stock, ours = data["rows"]
     assert (stock["form"], ours["form"]) == ("stock", "tile, 1/3")

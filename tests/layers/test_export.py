@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,3 +94,48 @@ def test_dtensors_in_pieces(group: None) -> None:
     x, w = (distribute_tensor(torch.randn(*shape), mesh, [Shard(0)]) for shape in ((2, 3, 8, 8), (4, 3, 3, 3)))
     with pytest.raises(NotImplementedError, match="conv2d"):
         pc.functional.conv2d(x, w, splits=2)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, scale: float = 2.0, relu: bool = True) -> Tensor:
+        y = self.conv(x) * scale
+        return torch.relu(y) if relu else y
+
+
+KINDS = {
+    "converted": lambda model: pc.convert(model, functional=True),
+    "checkpointed": lambda model: pc.checkpoint_modules(model, ""),
+    "both": lambda model: pc.checkpoint_modules(pc.convert(model, functional=True), ""),
+    "tiled": lambda model: pc.tile_modules(model),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_signatures_stay(kind: str) -> None:
+    model = KINDS[kind](Scaled())
+    assert inspect.signature(model.forward) == inspect.signature(Scaled().forward)
+    assert inspect.getsource(type(model).forward) == inspect.getsource(Scaled.forward)
+    assert model.forward.__name__ == "forward" and type(model).forward is not Scaled.forward
+
+
+@pytest.mark.parametrize("kind", ["converted"])
+def test_fx_finds_the_arguments(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = KINDS[kind](Scaled()), torch.randn(2, 3, 9, 8)
+    graph = torch.fx.symbolic_trace(model, concrete_args={"relu": True})
+    assert [node.target for node in graph.graph.nodes if node.op == "placeholder"][:2] == ["x", "scale"]
+    assert torch.equal(graph(x, 3.0), model(x, 3.0))
+
+
+@pytest.mark.parametrize("kind", ["converted", "checkpointed"])
+def test_export_with_dynamic_shapes_by_name(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = KINDS[kind](Scaled()), torch.randn(2, 3, 9, 8)
+    rows = torch.export.Dim("rows", min=4, max=64)
+    found = torch.export.export(model, (x,), dynamic_shapes={"x": {2: rows}})
+    other = torch.randn(2, 3, 31, 8)
+    torch.testing.assert_close(found.module()(other), model(other))
