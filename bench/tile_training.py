@@ -76,7 +76,10 @@ CASES = {
     "unet": Case(lambda side: whole_models.UNet(), F.cross_entropy, (512, 1024, 2048), of_pixels),
     "frozen": Case(lambda side: whole_models.UNet().eval(), F.cross_entropy, (512, 1024, 2048), of_pixels),
     "resnet": Case(
-        lambda side: resnet.model(), F.cross_entropy, (1024, 2048, 4096), lambda side: torch.randint(0, 1000, (1,)),
+        lambda side: resnet.model(),
+        F.cross_entropy,
+        (1024, 2048, 4096),
+        lambda side: torch.randint(0, 1000, (1,)),
         parts=(2, 3),
     ),
     "decoder": Case(
