@@ -281,6 +281,12 @@ def report_head(bench: str, size: str, device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def heads_of(old: dict[str, Any], cases: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """When and on what these cases of an earlier results file were measured, which may itself have kept some."""
+    head = {key: old[key] for key in ("date", "load", "hardware") if key in old}
+    return {case: old.get("heads", {}).get(case, head) for case in cases}
+
+
 def write_results(data: dict[str, Any], out: Path, name: str | None = None) -> Path:
     """Writes data as out/<name>.json, whole at every moment, also while a later state replaces it."""
     out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from .drawing import COLOURS, bare, canvas, foot, megapixels
 from .measure import MIB
-from .tables import Row, Section, measured, mib, verdict
+from .tables import Row, Section, measured_elsewhere, mib, verdict
 
 TITLES = {
     "unet": "U-Net, batch norm in training", "frozen": "U-Net, norms frozen", "resnet": "ResNet-18 with its head",
@@ -30,14 +30,11 @@ def sections(data: Row) -> Iterator[Section]:
     yield Section(TEXT)
     for case in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == case]
-        error, head = data["errors"].get(case, {}).get("tile"), data.get("heads", {}).get(case, data)
-        notes = []
+        error, notes = data["errors"].get(case, {}).get("tile"), [measured_elsewhere(data, case)]
         if error is not None:
             notes.append(f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's.")
-        if head["hardware"] != data["hardware"]:
-            notes.append(measured(head))
         yield Section(
-            "\n\n".join(notes),
+            "\n\n".join(filter(None, notes)),
             ["megapixels", "form", "peak, MiB", "peak, of stock's", "process, MiB", "seconds", "planning",
              "time, of stock's", "target"],
             [_line(row, next((one for one in rows if one["form"] == "stock" and one["side"] == row["side"]), {}))

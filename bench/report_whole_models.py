@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from .tables import Row, Section, mib, spread
+from .tables import Row, Section, measured_elsewhere, mib, spread
 
 TITLES = {
     "stock": "stock",
@@ -36,7 +36,10 @@ TEXT = (
 )
 
 
-SHORT = "In units of stock's: peak / process / time. Stock's own are in MiB and seconds."
+SHORT = (
+    "In units of stock's on the same machine: peak / process / time. Stock's own are in MiB and seconds. Below, each "
+    "model's table names its machine where that is another one."
+)
 PLANNED = ("plan", "tile")
 """What is shown as planned: of training steps, and without gradients."""
 
@@ -46,10 +49,11 @@ def sections(data: Row) -> Iterator[Section]:
     yield short(data)
     for what, group in itertools.groupby(data["rows"], key=lambda row: row["what"]):
         rows = list(group)
-        notes = [f"{TITLES[row['form']]}: {row['note']}." for row in rows if row.get("note")]
+        notes = [measured_elsewhere(data, rows[0]["case"])]
+        notes += [f"{TITLES[row['form']]}: {row['note']}." for row in rows if row.get("note")]
         head = ["form", "peak, MiB", "of stock's", "process, MiB", "of stock's"]
         head += ["error, rms", "error, most"] * ("error" in rows[0]) + ["ms", "of stock's"] * ("ms" in rows[0])
-        yield Section(" ".join(notes), head, [_line(row, rows[0]) for row in rows], what)
+        yield Section("\n\n".join(filter(None, notes)), head, [_line(row, rows[0]) for row in rows], what)
 
 
 def short(data: Row) -> Section:

@@ -66,6 +66,12 @@ def measured(head: dict[str, Any]) -> str:
     return f"Measured {head['date']} on {machine(head['hardware'])}. Load before: {head['load']}."
 
 
+def measured_elsewhere(data: dict[str, Any], case: str) -> str:
+    """Of a case that was kept from a run on another machine: when and on what it was measured."""
+    head = data.get("heads", {}).get(case, data)
+    return "" if head["hardware"] == data["hardware"] else measured(head)
+
+
 def document(data: dict[str, Any], title: str, sections: Iterable[Section]) -> str:
     notes = measured(data)
     if data["size"] != "full":

@@ -36,7 +36,6 @@ ONCE = 3e6
 STEPS_TIMED = 2
 EXACT = {"full": 192, "tiny": 128}
 """The side at which gradients are compared."""
-HEAD = ("date", "load", "hardware")
 CURVE = {"full": (200, 128), "tiny": (2, 128)}
 """Steps of the loss curve, and the side of its images."""
 
@@ -220,7 +219,7 @@ def kept(old: dict[str, Any], cases: Collection[str], head: dict[str, Any]) -> d
         return head | {"rows": [], "errors": {}, "heads": {}}
     rows = [row for row in old["rows"] if row["case"] not in cases]
     errors = {case: error for case, error in old["errors"].items() if case not in cases}
-    heads = {row["case"]: old.get("heads", {}).get(row["case"], {key: old[key] for key in HEAD}) for row in rows}
+    heads = measure.heads_of(old, {row["case"]: None for row in rows})
     curves = {"curves": old["curves"]} if "curves" in old and "unet" not in cases else {}
     return head | {"rows": rows, "errors": errors, "heads": heads} | curves
 

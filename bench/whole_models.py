@@ -296,8 +296,9 @@ def main(argv: list[str] | None = None) -> int:
     out = measure.folder(arguments)
     path = out / "whole_models.json"
     data = measure.report_head("whole_models", arguments.size)
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = {name: [row for row in old if row["case"] == name and name not in arguments.only] for name in CASES}
+    old = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = {name: [row for row in old["rows"] if row["case"] == name and name not in arguments.only] for name in CASES}
+    data["heads"] = measure.heads_of(old, [name for name in CASES if rows[name]])
     for name in arguments.only:
         rows[name] = measured(name, arguments.size, arguments.rounds)
         report.render(measure.write_results(data | {"rows": [row for group in rows.values() for row in group]}, out))
