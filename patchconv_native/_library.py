@@ -131,13 +131,8 @@ def _rebuild_command() -> str:
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 
-def exporting_onnx() -> bool:
-    """Whether torch.onnx.export runs, which knows torch's own operators alone."""
-    return torch.onnx.is_in_onnx_export()
-
-
 def plain_eager(*tensors: Any) -> bool:
     """Whether every argument is a plain tensor (or not given), in eager mode: what the operators themselves serve."""
     return all(t is None or type(t) in PLAIN for t in tensors) and not (
-        torch.compiler.is_compiling() or exporting_onnx()
+        torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export()
     )

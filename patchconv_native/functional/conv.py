@@ -62,7 +62,7 @@ def _short_way(input: Any, weight: Any, bias: Any) -> bool:
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
         and not torch.compiler.is_compiling()
-        and not _library.exporting_onnx()
+        and not torch.onnx.is_in_onnx_export()
         and not _function_modes()
     )
 
@@ -207,7 +207,7 @@ def conv(
             )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError):
             pass  # stock or the longer way serves it, or the longer way names the wrong argument
-    if _library.exporting_onnx() or (splits is None and not _served(input, weight)):
+    if torch.onnx.is_in_onnx_export() or (splits is None and not _served(input, weight)):
         input, padding = _padded(dims, input, padding, padding_mode)
         return getattr(F, _CONVS[dims])(input, weight, bias, stride, padding, dilation, groups)
     return _through_torch_ops(
@@ -242,7 +242,7 @@ def conv_transpose(
             )  # fmt: skip
         except (TypeError, ValueError, NotImplementedError):
             pass
-    if _library.exporting_onnx() or (splits is None and not _served(input, weight)):
+    if torch.onnx.is_in_onnx_export() or (splits is None and not _served(input, weight)):
         stock = getattr(F, _CONV_TRANSPOSES[dims])
         return stock(input, weight, bias, stride, padding, output_padding, groups, dilation)
     return _through_torch_ops(

@@ -59,7 +59,7 @@ def _strides(func: Any, args: tuple[Any, ...], result: Tensor) -> tuple[int, ...
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.requires_grad
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _device_of(fake: FakeTensor) -> torch.device:
@@ -104,11 +104,12 @@ class FakeMode(FakeTensorMode):
 
     def _fake_for(self, real: Tensor) -> Tensor:
         """The fake of a real tensor, such as a weight, made once. torch makes one a call, and computes with numbers."""
-        if real.numel() < 2 or real.layout != torch.strided:
+        if real.numel() < 2 or real.layout != torch.strided or real.is_meta or real.storage_offset():
             return real
         made = self._of_real.get(real)
         if made is None or _metadata(made) != _metadata(real) or made.fake_device != real.device:
-            made = self._of_real[real] = self.from_tensor(real)
+            plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+            made = self._of_real[real] = FakeTensor(self, plain, real.device)
         return made
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -106,3 +106,17 @@ def test_a_result_that_is_given_is_that_one():
             made = torch.ops.aten.clamp_min.out(x, 0, out=out)
             assert made.untyped_storage()._cdata == out.untyped_storage()._cdata
             assert torch.ops.aten.relu_.default(x) is x
+
+
+def test_a_real_tensor_has_one_fake_while_it_stays_as_it_is():
+    mode, weight = FakeMode(), torch.nn.Parameter(torch.randn(4, 3))
+
+    def width():
+        with mode, torch.no_grad():
+            return torch.nn.functional.linear(torch.empty(5, 3), weight).shape[1]
+
+    assert width() == 4
+    made = mode._of_real[weight]
+    assert width() == 4 and mode._of_real[weight] is made
+    weight.data = torch.randn(6, 3)
+    assert width() == 6 and mode._of_real[weight] is not made
