@@ -104,7 +104,8 @@ class FakeMode(FakeTensorMode):
 
     def _fake_for(self, real: Tensor) -> Tensor:
         """The fake of a real tensor, such as a weight, made once. torch makes one a call, and computes with numbers."""
-        if real.numel() < 2 or real.layout != torch.strided or real.is_meta or real.storage_offset():
+        odd = real.layout != torch.strided or real.is_quantized or real.is_meta or real.storage_offset() != 0
+        if odd or real.numel() < 2:
             return real
         made = self._of_real.get(real)
         if made is None or _metadata(made) != _metadata(real) or made.fake_device != real.device:
