@@ -216,7 +216,9 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, f
     if bias is not None:
         shift = shift + bias.double()
     dtype = precise(x.dtype)
-    return torch.addcmul(shift.to(dtype), x.to(dtype), scale.to(dtype)).to(x.dtype)
+    given = x.to(dtype)
+    y = torch.empty_like(given)  # addcmul alone would give one row in channels_last in NCHW
+    return torch.addcmul(shift.to(dtype), given, scale.to(dtype), out=y).to(x.dtype)
 
 
 class _Placed(Function):

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -31,13 +31,15 @@ from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import reach_of
-from .strip_sizes import strip_bytes
+from .strip_sizes import step_work, strip_bytes
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
 MOST_CUT = 2**16
 """Steps times strips that a planner remembers while it looks for a choice, so that it takes little memory itself."""
 MOST_STRIPS = 4096
 """Strips of a sweep, at most: a taller image is rather cut into bands than into thinner strips."""
+BISECTED = 2
+"""So often the number of strips is bisected between one that fits and its half, where strips cost something."""
 THINNEST = 8
 """Rows of the tallest value that a strip has at least, as long as the budget allows it: thinner ones cost time."""
 
@@ -243,20 +245,44 @@ class Planner:
             number, patient = fixed
         stored = tuple((v, one.state()) for v, one in sorted(there.items()))
         which = *_key(base), frozenset(base.frees), stored
-        while True:
-            cut = base.number, number, patient
+
+        def look(number: int, patient: bool) -> tuple[Cut, _Found]:
             key = *which, number, patient
             if key not in self._found:
                 sweep, costs = self.cut(base, number, patient)
                 after = {v: type(one)(one) for v, one in there.items()}
                 peak = sweep_peak(self.graph, self.kinds, sweep, costs, after, self.outside)
                 self._found[key] = peak, after, answers_bytes(sweep, costs)
-            found = self._found[key]
-            if best is None or found[0] < best[1][0]:
-                best = cut, found
-            if strips or fixed is not None or budget is None or found[0] <= budget or (number >= most and not patient):
+            return (base.number, number, patient), self._found[key]
+
+        too_few = number
+        while True:
+            now = look(number, patient)
+            if best is None or now[1][0] < best[1][0]:
+                best = now
+            if strips or fixed is not None or budget is None:
                 return best
+            if now[1][0] <= budget:
+                return self._fewer(look, now, too_few, budget)
+            if number >= most and not patient:
+                return best
+            too_few = number
             number, patient = number if patient else min(number * 2, most), False
+
+    def _fewer(
+        self, look: Callable[[int, bool], tuple[Cut, _Found]], best: tuple[Cut, _Found], too_few: int, budget: int
+    ) -> tuple[Cut, _Found]:
+        """A cut into fewer strips that fits as well, where strips cost something. too_few: as many do not fit."""
+        for _ in range(BISECTED if step_work(self.graph) else 0):
+            middle = (too_few + best[0][1]) // 2
+            if middle <= too_few:
+                break
+            now = look(middle, False)
+            if now[1][0] <= budget:
+                best = now
+            else:
+                too_few = middle
+        return best
 
     def sweeps(self, stored: set[int], choice: Choice) -> list[Sweep]:
         bases = {base.number: base for base in self.bases(stored)}
@@ -363,6 +389,12 @@ class Planner:
     def whole_flops(self, stored: set[int]) -> float:
         """The arithmetic of all sweeps, halos left out; one that has none counts as its bytes."""
         return sum(self.call_flops(step.call) for sweep in self.bases(stored) for step in sweep.steps)
+
+    def work(self, stored: set[int], choice: Choice) -> float:
+        """The same, with what each strip of a step costs."""
+        sweeps = self.sweeps(stored, choice)
+        steps = sum(len(sweep.steps) * sweep.strips * sweep.bands for sweep in sweeps) // self.outside.ranks
+        return self.whole_flops(stored) + steps * step_work(self.graph)
 
     def call_flops(self, place: int) -> float:
         if place not in self._flops:

@@ -1,9 +1,10 @@
 """What a recorded graph's convolutions become before it is planned.
 
 A batch norm in eval mode, behind a convolution that nothing else reads, becomes a part of the convolution: its scale
-goes into the weight, its shift into the bias. That saves a pass over the convolution's result. And where a CPU is
-faster in channels_last, strips are in channels_last, whatever the image and the result are in. Around convolutions that
-add many products they stay in NCHW: in channels_last oneDNN adds them one after the other, and the error grows.
+goes into the weight, its shift into the bias. That saves a pass over the convolution's result. And where a device is
+faster in channels_last, strips are in channels_last, whatever the image and the result are in. On a CPU they stay in
+NCHW around convolutions that add many products: in channels_last oneDNN adds them one after the other, and the error
+grows. On a GPU convolutions in channels_last take no memory besides their results.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _CONVS = _named("conv1d", "conv2d", "conv3d")
 _IN_2D = _named("conv2d", "conv_transpose2d")
 _FASTER_IN_CHANNELS_LAST = {"max_pool2d", "avg_pool2d", "cat", "add", "add_", "__add__", "__iadd__", "interpolate"}
 """Besides convolutions and what is computed by place. Group norms, and means over the image, are slower there."""
+_FASTER_ON_A_GPU = {"batch_norm", "group_norm", "mul", "__mul__"}
+"""Besides these on a GPU, where they are no slower."""
 _Norm = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
 """Running mean, running variance, weight, bias and eps."""
 
@@ -130,43 +133,57 @@ def _is_exact(graph: Graph, conv: Call, call: Call, norm: _Norm) -> bool:
 
 
 def in_channels_last(graph: Graph) -> Graph | None:
-    """A graph whose strips are in channels_last, for a network that is faster so: of convolutions, pools, activations
-    and sums, in float32 on a CPU. Its results keep their layout. None for other networks.
+    """A graph whose strips are in channels_last, for a network that is faster so: on a CPU one of convolutions, pools,
+    activations and sums alone, in float32; on a GPU one with convolutions that tensor cores compute. What its other
+    calls read and give stays as it is. Its results keep their layout. None for other networks.
     """
-    if not any(map(_is_conv, graph.calls)) or not all(_is_faster(graph, call) for call in graph.calls):
+    on_cpu = kind_of_device(graph) == "cpu"
+    turned = {place for place, call in enumerate(graph.calls) if _is_conv(call) and _is_faster(graph, call)}
+    others = [call for place, call in enumerate(graph.calls) if place not in turned]
+    slower = [call for call in others if not _is_faster(graph, call)]
+    if not turned or (on_cpu and slower):
         return None
-    calls = [_as_strips(call, None, call) if call.function in _IN_2D else call for call in graph.calls]
-    stay = _staying(graph, calls)
-    formats = [torch.contiguous_format if v in stay else torch.channels_last for v in range(len(graph.fakes))]
-    if len(stay) == len(formats):
+    stay = {v for v, fake in enumerate(graph.fakes) if fake.dim() != 4}
+    stay |= {v for call in slower for v in (*call.inputs, *call.outputs)}
+    if on_cpu:
+        stay |= {v for place in turned for v in _of_many_products(graph, graph.calls[place])}
+    _let_stay(stay, others)
+    if len(stay) == len(graph.fakes):
         return None
-    for place, call in enumerate(calls):
-        if call.function is conv_of_strips:
-            calls[place] = dataclasses.replace(call, kwargs={"format": formats[call.outputs[0]]})
+    calls = list(graph.calls)
+    for place in turned:
+        call = calls[place]
+        format = torch.contiguous_format if call.outputs[0] in stay else torch.channels_last
+        call = _as_strips(call, None, call) if call.function in _IN_2D else call
+        calls[place] = dataclasses.replace(call, kwargs={"format": format})
     with graph.mode:
         fakes = [
-            cast(FakeTensor, fake.contiguous(memory_format=format))
-            for fake, format in zip(graph.fakes, formats, strict=True)
+            fake if v in stay else cast(FakeTensor, fake.contiguous(memory_format=torch.channels_last))
+            for v, fake in enumerate(graph.fakes)
         ]
     strides = {v: graph.fakes[v].stride() for v in graph.results}
     return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
 
 
-def _staying(graph: Graph, calls: list[Call]) -> set[int]:
-    """Values that stay in NCHW: what convolutions of many products give, and what other calls join with it."""
-    stay, others = set[int](), []
-    for call in calls:
-        if call.function is not conv_of_strips:
-            others.append({*call.inputs, *call.outputs})
-        elif call.args[1].numel() > _MOST_PRODUCTS * graph.fakes[call.outputs[0]].size(1):
-            stay.update(call.outputs)
+def kind_of_device(graph: Graph) -> str:
+    return graph.fakes[graph.inputs[0]].device.type
+
+
+def _of_many_products(graph: Graph, conv: Call) -> list[int]:
+    """What a convolution gives, if it adds many products."""
+    weight = conv.args[1] if len(conv.args) > 1 else conv.kwargs["weight"]
+    return conv.outputs if weight.numel() > _MOST_PRODUCTS * graph.fakes[conv.outputs[0]].size(1) else []
+
+
+def _let_stay(stay: set[int], others: list[Call]) -> None:
+    """Adds to the values that stay as they are those that calls, other than convolutions, join with them."""
+    values = [{*call.inputs, *call.outputs} for call in others]
     before = -1
     while len(stay) > before:
         before = len(stay)
-        for values in others:
-            if values & stay:
-                stay |= values
-    return stay
+        for some in values:
+            if some & stay:
+                stay |= some
 
 
 def copied_weights(graph: Graph) -> int:
@@ -180,16 +197,25 @@ def _is_conv(call: Call) -> bool:
 
 
 def _is_faster(graph: Graph, call: Call) -> bool:
+    """Whether a call is no slower in channels_last."""
+    on_cpu = kind_of_device(graph) == "cpu"
     for v in (*call.inputs, *call.outputs):
         fake = graph.fakes[v]
-        if fake.dim() != 4 or fake.dtype != torch.float32 or fake.device.type != "cpu" or not fake.is_contiguous():
+        served = fake.dtype == torch.float32 if on_cpu else fake.dtype in _of_tensor_cores()
+        if fake.dim() != 4 or not served or not fake.is_contiguous():
             return False
     of_conv = _is_conv(call)
     if (of_conv or call.name == "cat") and any(graph.fakes[v].size(1) == 1 for v in call.inputs):
         return False  # one channel is in either layout, and what torch makes of it in NCHW
     if of_conv:
         return len(call.inputs) == 1
-    return call.by_place or call.name in _FASTER_IN_CHANNELS_LAST
+    return call.by_place or call.name in _FASTER_IN_CHANNELS_LAST or (not on_cpu and call.name in _FASTER_ON_A_GPU)
+
+
+def _of_tensor_cores() -> set[torch.dtype]:
+    """What a GPU's tensor cores multiply, as torch is set."""
+    tf32 = torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+    return {torch.float16, torch.bfloat16, *([torch.float32] if tf32 else [])}
 
 
 def _eval_norm(call: Call) -> _Norm | None:

@@ -11,6 +11,8 @@ from .sweeps import bytes_of
 STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
 """Of the largest value of a sweep, what one strip should hold: on a CPU so that strips stay in its caches, on a GPU so
 that a call's work takes longer than to launch it."""
+STEP_OF_GPU = 2e10
+"""A GPU's arithmetic in the time that it takes to launch a step: 0.6 ms of an H100, float32."""
 STRIPS_OF_TILE = 4
 """What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 
@@ -18,6 +20,11 @@ STRIPS_OF_TILE = 4
 def strip_bytes(graph: Graph) -> int:
     """Of the largest value, what a strip should have where speed alone counts."""
     return STRIP if graph.fakes[graph.inputs[0]].device.type == "cpu" else STRIP_OF_GPU
+
+
+def step_work(graph: Graph) -> float:
+    """What a strip of a step costs besides its arithmetic, in the same units."""
+    return 0.0 if graph.fakes[graph.inputs[0]].device.type == "cpu" else STEP_OF_GPU
 
 
 def tile_bytes(graph: Graph) -> int:

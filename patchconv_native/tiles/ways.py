@@ -16,7 +16,7 @@ from .choices import Choice, Learned, Planner, result_sizes
 from .graph import Graph
 from .kinds import Kinds, kinds_of
 from .plan import Least, Stretch, TilePlan, Wishes, fits
-from .strip_sizes import tile_bytes
+from .strip_sizes import step_work, tile_bytes
 from .sweeps import bytes_of
 
 NARROWEST = 32
@@ -25,6 +25,8 @@ MUCH_LESS, LESS = 0.8, 0.99
 """A search for the least asks for these shares of what it has found so far."""
 STILL_LESS = 0.98
 """Narrower bands are looked at as long as they need less than this much of what wider ones need."""
+TRIED = 3
+"""So many choices in turn that are no faster end the search for a faster one."""
 
 Found = tuple[set[int], Choice]
 """What is stored between sweeps, and how these are cut."""
@@ -221,33 +223,44 @@ def chosen(
     planner: Planner, room: int | None, strips: int | None = None, below: float = math.inf,
     stored: set[int] | None = None,
 ) -> Found:  # fmt: skip
-    """What is stored, and the sweeps: the first choice whose peak keeps to `room` bytes, or that of the least peak.
+    """What is stored, and the sweeps: the choice of the least work whose peak keeps to `room` bytes, or that of the
+    least peak.
 
     First everything is stored that is needed twice. While that is too much, the one value is left out, and computed
-    again, that costs the least arithmetic a byte, of those that are there at the peak. below: choices that take as
-    much or more are not looked at to the end.
+    again, that costs the least arithmetic a byte, of those that are there at the peak. So the first choice that fits
+    has the least arithmetic. Where strips cost something besides, later ones may have so many fewer that they are
+    faster. below: choices that take as much or more are not looked at to the end.
     """
-    stored = planner.everything_stored()
+    stored = planner.everything_stored() if stored is None else stored
     best: Found | None = None
-    while True:
+    fastest: Found | None = None
+    least_work, tried = math.inf, 0
+    while planner.whole_flops(stored) < least_work and tried < TRIED:
         peaks = planner.at_least(stored)
-        if room is None or max(peaks) <= room or best is None:
+        if room is None or max(peaks) <= room or (best is None and fastest is None):
             now = planner.choose(stored, room, strips, below=below)
             peaks = now.peaks
-            if room is None or max(peaks) <= room:
+            if room is None or (max(peaks) <= room and not step_work(planner.graph)):
                 return stored, now
-            if best is None or max(peaks) < max(best[1].peaks):
+            if max(peaks) <= room:
+                below, tried, work = room + 1, tried + 1, planner.work(stored, now)
+                if work < least_work:
+                    fastest, least_work, tried = (stored, now), work, 0
+            elif best is None or max(peaks) < max(best[1].peaks):
                 best = stored, now
                 below = min(below, max(peaks))
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         during = planner.stored_during(stored)[fullest]
         there = during - planner.gathered.keys() if planner.outside.counted else set()
         if not there:
-            return best
+            break
         stored = min(
             (stored - {v} for v in sorted(there)),
             key=lambda rest: planner.whole_flops(rest) / bytes_of(planner.graph, next(iter(stored - rest))),
         )
+    found = fastest or best
+    assert found is not None
+    return found
 
 
 def least_of(ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:

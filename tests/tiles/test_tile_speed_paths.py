@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, fold, strip_sizes
+from patchconv_native.tiles import choices, fold, strip_sizes, ways
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +214,71 @@ def test_what_adds_many_products_stays_in_nchw() -> None:
         assert peak - found[0].nbytes <= predicted.needs
         assert found[0].stride() == stock.stride()
         assert (found[0] - exact).square().mean() <= 1.3**2 * (stock - exact).square().mean()
+
+
+class Attending(nn.Module):
+    """As decoders have it: group norms, a gate, attention over the image between convolutions, an upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU())
+        self.qkv, self.gate = nn.Linear(16, 48), nn.Conv2d(16, 16, 1)
+        self.second = nn.Sequential(nn.Conv2d(16, 80, 3, padding=1), nn.GroupNorm(4, 80), nn.SiLU())
+        self.last = nn.Conv2d(80, 3, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.first(z)
+        n, c, h, w = x.shape
+        q, k, v = self.qkv(x.flatten(2).transpose(1, 2)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, c, h, w)
+        x = x * torch.sigmoid(self.gate(x))
+        return self.last(self.second(F.interpolate(x, scale_factor=2.0, mode="nearest")))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_strips_as_on_a_gpu(batch: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else a network has, its convolutions are in channels_last; what other calls make stays as it is."""
+    monkeypatch.setattr(fold, "kind_of_device", lambda graph: "cuda")
+    monkeypatch.setattr(fold, "_of_tensor_cores", lambda: {torch.float32})
+    torch.manual_seed(0)
+    net, x = Attending().eval(), in_layout(structured((batch, 4, 22, 15)).float(), last)
+    exact = copy.deepcopy(net).double()(x.double())
+    with torch.no_grad():
+        stock, graph = net(x), graph_of(net, x)
+        if not last:
+            convs = [call.kwargs["format"] for call in graph.calls if call.function is fold.conv_of_strips]
+            assert convs == [torch.contiguous_format, torch.contiguous_format, torch.channels_last, torch.channels_last]
+        for budget in (None, "600KiB"):
+            predicted, found = pc.tile_plan(net, x, budget=budget), []
+            peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
+            assert peak - found[0].nbytes <= predicted.needs
+            assert found[0].stride() == stock.stride()
+            assert (found[0] - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
+    parameters = [*net.parameters()]
+    want = torch.autograd.grad(net(x).square().mean(), parameters)
+    for got, one in zip(torch.autograd.grad(pc.tile(net, x).square().mean(), parameters), want, strict=True):
+        assert last or got.stride() == one.stride()
+        assert (got - one).abs().max() <= 1e-4 * one.abs().max()
+
+
+@torch.no_grad()
+def test_where_strips_cost_time_fewer_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the plans that keep a budget that with less to launch, though it computes more."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(4))
+    net, x = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks), structured((1, 3, 256, 32)).float()
+
+    def strips(plan: Any) -> int:
+        return sum(len(sweep.steps) * sweep.strips for sweep in plan.sweeps)
+
+    few = pc.tile_plan(net, x, budget="380KiB")
+    for module in (choices, ways):
+        monkeypatch.setattr(module, "step_work", lambda graph: 1e9)
+    fewer = pc.tile_plan(net, x, budget="380KiB")
+    assert strips(fewer) < strips(few) and fewer.arithmetic >= few.arithmetic
+    assert fewer.needs <= 380 * 1024
+    close(pc.tile(net, x, budget="380KiB"), net(x), 1e-4)
 
 
 @torch.no_grad()
