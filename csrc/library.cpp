@@ -32,6 +32,11 @@ TORCH_LIBRARY(patchconv, m) {
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
 
+  // conv3d without gradients by oneDNN on a CPU, also where torch takes another library for a small volume.
+  m.def(
+      "_conv3d_onednn(Tensor input, Tensor weight, Tensor? bias, int[3] stride, int[3] padding, int[3] dilation, "
+      "int groups) -> Tensor");
+
   // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: also return ReLU's bits.
 #define PATCHCONV_FUSED                                                                                    \
   "Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, " \

@@ -51,15 +51,15 @@ def register() -> None:
 
 
 def _register(counter: Any) -> None:
+    formulas = {torch.ops.patchconv._conv3d_onednn: _forward(counter, 3, False)}
     for dims in (1, 2, 3):
         for transposed in (False, True):
             name = f"conv{'_transpose' if transposed else ''}{dims}d"
-            for op, formula in (
-                (getattr(torch.ops.patchconv, name), _forward(counter, dims, transposed)),
-                (getattr(torch.ops.patchconv, f"{name}_backward"), _backward(counter, dims, transposed)),
-            ):
-                if op not in counter.flop_registry:
-                    counter.register_flop_formula(op)(formula)
+            formulas[getattr(torch.ops.patchconv, name)] = _forward(counter, dims, transposed)
+            formulas[getattr(torch.ops.patchconv, f"{name}_backward")] = _backward(counter, dims, transposed)
+    for op, formula in formulas.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op)(formula)
 
 
 def _batched(shape: Sequence[int], dims: int) -> list[int]:

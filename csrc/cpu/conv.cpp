@@ -47,22 +47,28 @@ constexpr int64_t kLargeMatrix = 32 * 32;  // of a weight gradient's products
 
 bool channels_last(at::MemoryFormat format) { return format != at::MemoryFormat::Contiguous; }
 
-// Whether stock PyTorch hands this convolution to oneDNN. The question is put with tensors of one element,
-// expanded to the sizes, with the padding counted as part of the grid.
-bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) {
+enum class Part { kWhole, kTile };
+
+// Whether stock PyTorch hands this convolution to oneDNN: one call of a whole image, or of tiles, of which
+// the padding is a part. The question is put with tensors of one element, expanded to the sizes.
+bool served_by_onednn(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype, Part part) {
   const bool transposed = pass == ConvPass::kBig;
   const auto spread = [&](const std::vector<int64_t>& sizes) { return at::empty({1}, dtype).expand(sizes); };
   auto big = problem.big_sizes(1);
-  std::vector<c10::SymInt> stride, dilation;
+  std::vector<c10::SymInt> stride, padding, dilation;
   for (size_t d = 0; d < problem.dims.size(); ++d) {
-    big[2 + d] += problem.dims[d].pad_before + problem.dims[d].pad_after;
-    stride.emplace_back(problem.dims[d].stride);
-    dilation.emplace_back(problem.dims[d].dilation);
+    const ConvDim& dim = problem.dims[d];
+    const int64_t pad =
+        part == Part::kWhole ? std::max<int64_t>(std::min(dim.pad_before, dim.pad_after), 0) : 0;
+    big[2 + d] += dim.pad_before + dim.pad_after - 2 * pad;
+    padding.emplace_back(pad);
+    stride.emplace_back(dim.stride);
+    dilation.emplace_back(dim.dilation);
   }
   const std::vector<c10::SymInt> zeros(problem.dims.size(), 0);
   const auto backend = at::native::select_conv_backend(
       spread(transposed ? problem.small_sizes(1) : big), spread(problem.weight_sizes()), std::nullopt, stride,
-      zeros, dilation, transposed, zeros, problem.groups, std::nullopt);
+      padding, dilation, transposed, zeros, problem.groups, std::nullopt);
   return backend == at::native::ConvBackend::Mkldnn || backend == at::native::ConvBackend::MkldnnTranspose;
 }
 
@@ -152,7 +158,7 @@ class CpuEngine : public ConvEngine {
         small / problem.small_channels * (problem.big_channels / problem.groups) * problem.kernel_volume();
     // The question takes a microsecond or two, and most calls are far too small for the answer to matter.
     if (big + small + columns <= enough) return big + small + columns;
-    if (!served_by_onednn(problem, pass, dtype)) return columns;
+    if (!served_by_onednn(problem, pass, dtype, Part::kWhole)) return columns;
     const bool as_it_is =
         pass != ConvPass::kWeight || weight_gradient_way(problem, dtype) == WeightGradient::kChannelsLast;
     if (channels_last(format) && as_it_is) return 0;
@@ -168,8 +174,9 @@ class CpuEngine : public ConvEngine {
         pass == ConvPass::kWeight ? weight_gradient_way(problem, style.dtype) : WeightGradient::kStock;
     const bool products = way == WeightGradient::kProducts;
     const bool direct = way == WeightGradient::kChannelsLast;
-    const bool onednn = pass == ConvPass::kSmall ? computed_by_onednn(style.dtype)
-                                                 : !products && served_by_onednn(problem, pass, style.dtype);
+    const bool onednn = pass == ConvPass::kSmall
+                            ? computed_by_onednn(style.dtype)
+                            : !products && served_by_onednn(problem, pass, style.dtype, Part::kTile);
     const bool plain = pass == ConvPass::kSmall && reads_past_end(problem);
     if (products || direct || (onednn && pass != ConvPass::kWeight && !plain)) {
       style.format =
@@ -298,7 +305,15 @@ struct CpuRoom {
   }
 };
 
+Tensor conv3d_onednn(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                     int64_t groups) {
+  return at::mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
+      .contiguous(output_format(input, weight));
+}
+
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
+  m.impl("_conv3d_onednn", &conv3d_onednn);
   register_conv_forward<CpuRoom>(m);
   register_conv_backward<CpuRoom>(m);
 }

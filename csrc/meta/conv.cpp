@@ -78,7 +78,15 @@ ConvGrads masked_backward(const Tensor& grad_output, const Tensor&, const Option
   return MetaRoom::backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
 }
 
+Tensor conv3d_onednn(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                     int64_t groups) {
+  const ConvSpec spec = conv_spec(3, stride, padding, dilation, groups, "zeros", at::OptionalIntArrayRef());
+  return MetaRoom::forward(spec, input, weight, bias);
+}
+
 TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
+  m.impl("_conv3d_onednn", &conv3d_onednn);
   m.impl("_conv2d_fused", &fused);
   m.impl("_conv2d_masked_backward", &masked_backward);
   register_conv_forward<MetaRoom>(m);

@@ -21,7 +21,7 @@ MOST_COLUMNS = 2**20
 
 def forward_bytes(conv: Conv) -> int:
     """The workspace of the forward pass, above its result."""
-    return _by_onednn(conv) if conv.by_onednn() else _columns(conv) * conv.dtype.itemsize
+    return onednn_bytes(conv) if conv.by_onednn() else _columns(conv) * conv.dtype.itemsize
 
 
 def gradients_bytes(conv: Conv, wanted: Sequence[bool]) -> int:
@@ -34,13 +34,14 @@ def gradients_bytes(conv: Conv, wanted: Sequence[bool]) -> int:
     peak = there = 0
     if wanted[0]:
         there = sizes[0]
-        peak = there + _by_onednn(conv.turned())
+        peak = there + onednn_bytes(conv.turned())
     if wanted[1] or wanted[2]:  # oneDNN has that of the bias with that of the weight
         peak = max(peak, there + sizes[1] + 2 * sizes[2] * wanted[2] + of_weight(conv, wanted[2]))
     return max(0, peak - sum(one for one, asked in zip(sizes, wanted, strict=True) if asked))
 
 
-def _by_onednn(conv: Conv) -> int:
+def onednn_bytes(conv: Conv) -> int:
+    """The same, of one that oneDNN computes."""
     conv = conv.as_image()
     if conv.transposed:
         return of_input(conv)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _library
 from ..settings import all_settings
 from .cpu_conv_calls import Conv
-from .cpu_convs import forward_bytes, gradients_bytes, of_a_tile
+from .cpu_convs import forward_bytes, gradients_bytes, of_a_tile, onednn_bytes
 
 _C = _library.load()
 _aten = torch.ops.aten
@@ -48,6 +48,7 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten._cdist_forward.default: _distances,
         _aten._euclidean_dist.default: _distances_by_products,
         torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
+        torch.ops.patchconv._conv3d_onednn.default: _onednn_forward,
     }
     for name, condition in {"where": 0, "masked_fill": 1, "masked_fill_": 1, "floor_divide": None}.items():
         rule = functools.partial(_by_place, condition=condition)
@@ -218,7 +219,18 @@ def _forward(
     if device != "cpu":
         return found
     conv = _conv(a, input.shape, weight.shape, output.shape, input.dtype, last)
-    return _copied((input, weight), last) + forward_bytes(conv) if stock else found + of_a_tile(conv)
+    if not stock:
+        return found + of_a_tile(conv)
+    in_nchw = input.dim() == 5 and not conv.by_onednn()  # another library computes volumes in NCHW alone
+    return _copied((input, weight), last and not in_nchw) + forward_bytes(conv)
+
+
+def _onednn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    a = _DEFAULTS | dict(zip(_FORWARD, args, strict=False)) | kwargs
+    input, weight = a["input"], a["weight"]
+    last = _in_last(input) or (_in_last(weight) and not weight.is_contiguous())
+    conv = _conv(a, input.shape, weight.shape, result.shape, input.dtype, last)
+    return _copied((input, weight), last) + onednn_bytes(conv)
 
 
 def _backward(

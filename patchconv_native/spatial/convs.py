@@ -44,8 +44,9 @@ def _check(name: str, input: Any, dims: int) -> tuple[Tensor, int]:
 
 def _conv(
     dims: int, input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,
-    padding_mode: str, splits: Any,
+    padding_mode: str, splits: Any, onednn: bool = False,
 ) -> Tensor:  # fmt: skip
+    """onednn: oneDNN computes it where no gradients are asked for, and padding is alike on both sides."""
     name = f"conv{dims}d"
     local, first = _check(name, input, dims)
     kernel, strides, dilations = list(weight.shape[2:]), listed(stride, dims), listed(dilation, dims)
@@ -58,6 +59,9 @@ def _conv(
         w, b = weight, bias
         if not recorded:
             w, b = weight.detach(), None if bias is None else bias.detach()
+        alike = op_padding[::2] == op_padding[1::2]
+        if onednn and alike and not (torch.is_grad_enabled() and _any_grad(x, w, b)):
+            return _ops._conv3d_onednn(x, w, b, strides, op_padding[::2], dilations, groups)
         return functional.conv(dims, x, w, b, strides, op_padding, dilations, groups, padding_mode, splits)
 
     for d in sorted(input.axes, reverse=True):
@@ -96,6 +100,25 @@ def _conv_rule(dims: int) -> Callable[..., Tensor]:
         return _conv(dims, input, weight, bias, stride, padding, dilation, groups, padding_mode, splits)
 
     return serve
+
+
+def conv3d_by_onednn(
+    input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """conv3d, of an image so large that torch has oneDNN compute it: then oneDNN computes parts of it too, for which
+    torch would take another library, which is several times slower.
+    """
+    return torch.conv3d(input, weight, bias, stride, padding, dilation, groups)
+
+
+@rule(conv3d_by_onednn)
+@by_sample(3)
+def _conv3d_by_onednn(
+    input: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:  # fmt: skip
+    return _conv(3, input, weight, bias, stride, padding, dilation, groups, "zeros", None, onednn=True)
 
 
 def _any_grad(*tensors: Tensor | None) -> bool:

@@ -19,9 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..memory.cpu_conv_calls import Conv
 from ..spatial import SpatialTensor
+from ..spatial.convs import conv3d_by_onednn
 from ..spatial.layout import in_layout_of, order
 from ..spatial.rules import RULES, rule
+from ..spatial.windows import listed
 from .graph import Call, Graph
 
 _PLACES_A_WEIGHT = 128
@@ -39,9 +42,15 @@ twice that of NCHW. With more the error grows, and channels_last is hardly faste
 """
 
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVS = _named("conv1d", "conv2d", "conv3d")
 _IN_2D = _named("conv2d", "conv_transpose2d")
-_FASTER_IN_CHANNELS_LAST = {"max_pool2d", "avg_pool2d", "cat", "add", "add_", "__add__", "__iadd__", "interpolate"}
+_OF_VOLUMES = _named("conv3d")
+_NOT_STOCKS: dict[str, Any] = {"padding_mode": "zeros", "splits": None}
+"""What this package's convolutions take besides stock's arguments, and what makes it nothing."""
+_FASTER_IN_CHANNELS_LAST = {
+    "max_pool2d", "avg_pool2d", "max_pool3d", "cat", "add", "add_", "__add__", "__iadd__", "interpolate",
+}  # fmt: skip
 """Besides convolutions and what is computed by place. Group norms, and means over the image, are slower there."""
 _FASTER_ON_A_GPU = {"batch_norm", "group_norm", "mul", "__mul__"}
 """Besides these on a GPU, where they are no slower."""
@@ -132,34 +141,68 @@ def _is_exact(graph: Graph, conv: Call, call: Call, norm: _Norm) -> bool:
     return max(t.numel() for t in conv.constants) * _PLACES_A_WEIGHT <= result.numel()
 
 
+def keep_onednn(graph: Graph) -> None:
+    """Has oneDNN compute parts of those volumes that it computes whole: torch takes a slow library for thin ones."""
+    for place, call in enumerate(graph.calls):
+        folded = call.function is conv_of_strips
+        conv, rest, others = call.args[3:6] if folded else (call.function, call.args[3:], call.kwargs)
+        if conv not in _OF_VOLUMES or not _is_onednns(graph, call, (*call.args[:3], *rest), others):
+            continue
+        others = {name: value for name, value in others.items() if name not in _NOT_STOCKS}
+        if folded:
+            args = (*call.args[:3], conv3d_by_onednn, rest, others, *call.args[6:])
+            graph.calls[place] = dataclasses.replace(call, args=args)
+        else:
+            graph.calls[place] = dataclasses.replace(call, function=conv3d_by_onednn, kwargs=others)
+
+
+def _is_onednns(graph: Graph, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch has oneDNN compute this convolution of a volume, in float32."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = _NOT_STOCKS | {"stride": 1, "dilation": 1, "groups": 1} | dict(zip(names, args, strict=False)) | kwargs
+    if len(call.inputs) > 1 or call.autocast[2] or any(given[name] != value for name, value in _NOT_STOCKS.items()):
+        return False
+    x, y = graph.fakes[call.inputs[0]], graph.fakes[call.outputs[0]]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 5:
+        return False
+    stride, dilation, none = listed(given["stride"], 3), listed(given["dilation"], 3), [0] * 3
+    if max(stride) > 1 and given["weight"].size(1) == 1:
+        return False  # oneDNN reads past the end of some (csrc/cpu/conv.cpp)
+    conv = Conv(
+        x.shape, given["weight"].shape, y.shape, stride, none, dilation, none, given["groups"], False, x.dtype, False
+    )
+    return conv.by_onednn()
+
+
 def in_channels_last(graph: Graph) -> Graph | None:
-    """A graph whose strips are in channels_last, for a network that is faster so: on a CPU one of convolutions, pools,
-    activations and sums alone, in float32; on a GPU one with convolutions that tensor cores compute. What its other
-    calls read and give stays as it is. Its results keep their layout. None for other networks.
+    """A graph whose strips are in channels_last, for a network that is faster so: on a CPU, in float32, one of
+    convolutions, pools, activations and sums alone, or one with convolutions of volumes by oneDNN; on a GPU one with
+    convolutions that tensor cores compute. What its other calls read and give stays as it is. Its results keep their
+    layout. None for other networks.
     """
-    on_cpu = kind_of_device(graph) == "cpu"
     turned = {place for place, call in enumerate(graph.calls) if _is_conv(call) and _is_faster(graph, call)}
     others = [call for place, call in enumerate(graph.calls) if place not in turned]
     slower = [call for call in others if not _is_faster(graph, call)]
-    if not turned or (on_cpu and slower):
+    images = [graph.calls[place] for place in turned if graph.fakes[graph.calls[place].outputs[0]].dim() == 4]
+    images = images if kind_of_device(graph) == "cpu" else []
+    if not turned or (images and slower):
         return None
-    stay = {v for v, fake in enumerate(graph.fakes) if fake.dim() != 4}
+    stay = {v for v, fake in enumerate(graph.fakes) if fake.dim() not in _LAST}
     stay |= {v for call in slower for v in (*call.inputs, *call.outputs)}
-    if on_cpu:
-        stay |= {v for place in turned for v in _of_many_products(graph, graph.calls[place])}
+    stay |= {v for call in images for v in _of_many_products(graph, call)}
     _let_stay(stay, others)
     if len(stay) == len(graph.fakes):
         return None
+    formats = [torch.contiguous_format if v in stay else _LAST[fake.dim()] for v, fake in enumerate(graph.fakes)]
     calls = list(graph.calls)
     for place in turned:
         call = calls[place]
-        format = torch.contiguous_format if call.outputs[0] in stay else torch.channels_last
-        call = _as_strips(call, None, call) if call.function in _IN_2D else call
-        calls[place] = dataclasses.replace(call, kwargs={"format": format})
+        call = call if call.function is conv_of_strips else _as_strips(call, None, call)
+        calls[place] = dataclasses.replace(call, kwargs={"format": formats[call.outputs[0]]})
     with graph.mode:
         fakes = [
-            fake if v in stay else cast(FakeTensor, fake.contiguous(memory_format=torch.channels_last))
-            for v, fake in enumerate(graph.fakes)
+            fake if v in stay else cast(FakeTensor, fake.contiguous(memory_format=format))
+            for v, (fake, format) in enumerate(zip(graph.fakes, formats, strict=True))
         ]
     strides = {v: graph.fakes[v].stride() for v in graph.results}
     return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
@@ -188,12 +231,17 @@ def _let_stay(stay: set[int], others: list[Call]) -> None:
 
 def copied_weights(graph: Graph) -> int:
     """Bytes of the largest weight of which strips in channels_last need a copy."""
-    found = [(call.args[1], call.kwargs["format"]) for call in graph.calls if call.function is conv_of_strips]
+    found = [(call.args[1], call.kwargs["format"]) for call in graph.calls if _is_turned(call)]
     return max((w.nbytes for w, format in found if not w.is_contiguous(memory_format=format)), default=0)
 
 
+def _is_turned(call: Call) -> bool:
+    return call.function is conv_of_strips and "format" in call.kwargs
+
+
 def _is_conv(call: Call) -> bool:
-    return call.function in _IN_2D or call.function is conv_of_strips
+    conv = call.args[3] if call.function is conv_of_strips else call.function
+    return conv in _IN_2D or conv is conv3d_by_onednn
 
 
 def _is_faster(graph: Graph, call: Call) -> bool:
@@ -202,7 +250,7 @@ def _is_faster(graph: Graph, call: Call) -> bool:
     for v in (*call.inputs, *call.outputs):
         fake = graph.fakes[v]
         served = fake.dtype == torch.float32 if on_cpu else fake.dtype in _of_tensor_cores()
-        if fake.dim() != 4 or not served or not fake.is_contiguous():
+        if fake.dim() not in (_LAST if on_cpu else (4,)) or not served or not fake.is_contiguous():
             return False
     of_conv = _is_conv(call)
     if (of_conv or call.name == "cat") and any(graph.fakes[v].size(1) == 1 for v in call.inputs):

@@ -23,7 +23,7 @@ from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
 from .at_once import AtOnce
 from .calls import Progress, computed
 from .draws import default_sources
-from .fold import copied_weights, fold_norms, in_channels_last
+from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
 from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
 from .graph import Graph, Ref, refs
@@ -203,6 +203,7 @@ def record_call(
             if v in written and (twice or any(share_memory(image, other) for other in others)):
                 raise NotServed("tile: writing into an image that is handed in twice, or a part of it, is not served")
         fold_norms(graph)
+        keep_onednn(graph)
         prepare_for_rows(graph, arguments.dims)
         find_needs(graph, arguments.parts())
     return graph

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.pairs import pairwise
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native.memory.peaks import allocated_peak
 
 
 def layouts() -> dict[str, Tensor]:
@@ -60,6 +62,19 @@ def test_workspace_of_one_stock_call_does_not_depend_on_the_limit():
                 x = torch.empty(1, 64, 512, 512)
                 x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
                 assert pc.explain(x, conv).stock_workspace_bytes == expected
+
+
+def test_a_thin_volume_for_which_torch_fills_columns():
+    """By its channels, slices and rows it is too small for oneDNN; with the padding counted it would not be."""
+    conv, x = pc.Conv3d(32, 32, 3, padding=1), torch.rand(1, 32, 4, 128, 128)
+    told = pc.explain(x, conv)
+    assert told.stock_workspace_bytes == 32 * 27 * 4 * 128 * 128 * 4
+    assert told.path == "tiled" and told.workspace_bytes <= 64 * 2**20
+    made: list[torch.Tensor] = []
+    with torch.no_grad():
+        peak = allocated_peak(lambda: made.append(conv(x)))
+        assert peak - made[0].nbytes <= 64 * 2**20
+        assert torch.allclose(made[0], F.conv3d(x, conv.weight, conv.bias, padding=1), atol=1e-5)
 
 
 def test_more_splits_than_rows():
