@@ -70,7 +70,8 @@ def test_strips_of_volumes(batch: int, last: bool, norm: str, convert: bool) -> 
         plan = pc.tile_plan(model, x, budget=budget, tile=tile)
         assert by_onednn(plan) == (4 if batch > 1 else 3)
         formats = [call.kwargs["format"] for call in plan.graph.calls if "format" in call.kwargs]
-        assert torch.channels_last_3d in formats
+        already = last and convert  # torch makes NCHW of the first convolution's result
+        assert (torch.channels_last_3d in formats) == (not already)
         found: list[Tensor] = []
         with Calls() as calls:
             peak = allocated_peak(lambda budget=budget, tile=tile, to=found: to.append(pc.tile(model, x, budget, tile)))
