@@ -295,8 +295,9 @@ class Planner:
         base = leading_to(self.graph, self.kinds, stored, number, wanted, set())
         base.results = set()
         there: Stored = {v: whole_rows(self.graph, self.kinds, v, self.outside) for v in base.sources & stored}
-        before = sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
-        cut, (peak, after, _) = self._cut_for(base, there, before + room, None, None)
+        before = sum(rows.bytes for rows in there.values()) + sum(map(self.kept_bytes, wanted))
+        room += before if self.outside.counted else 0
+        cut, (peak, after, _) = self._cut_for(base, there, room, None, None)
         more = sum(rows.bytes for rows in after.values()) if self.outside.counted else 0
         return self.cut(base, *cut[1:])[0], max(0, peak - more)
 
