@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -20,7 +20,7 @@ from .choices import Choice, Planner
 from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
-from .strip_sizes import tile_bytes
+from .strip_sizes import tile_bytes, tile_step_work
 from .sweeps import bytes_of, leading_to
 from .ways import Bands, narrower
 
@@ -266,17 +266,25 @@ class Graded(Bands):
         return most
 
     def _work(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
+        """The arithmetic, and what each step of a tile costs besides."""
+        steps = sum(len(cut.all()) * len(cut.sweep.steps) for cut in self._cut(route, tiles))
+        return self._arithmetic(route, tiles) + steps * tile_step_work(self._graph)
+
+    def _arithmetic(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """With what tiles read of each other."""
         work, planner = route.work, self._exact
+        for cut in self._cut(route, tiles):
+            for place, step in enumerate(cut.sweep.steps):
+                work += 3 * planner.call_flops(step.call) * max(0.0, cut.share_made(place) - 1)
+        return work
+
+    def _cut(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[Tiles]:
+        """Of each sweep of the backward pass its tiles."""
         plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles=tiles)
         for number, shares in tiles.items():
             sweep, _ = self._costs.sweep(route.stored, number, shares, rough=True)
             if sweep.steps:
-                cut = Tiles(plan, sweep)
-                more = (cut.share_made(place) - 1 for place in range(len(sweep.steps)))
-                steps = zip(sweep.steps, more, strict=True)
-                work += 3 * sum(planner.call_flops(step.call) * max(0.0, share) for step, share in steps)
-        return work
+                yield Tiles(plan, sweep)
 
     def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
         """With tiles of about these sizes."""
@@ -331,7 +339,7 @@ class Graded(Bands):
             stretch.again.append(sweep)
             peak = max(peak, held + taken)
         margin = max(plan.margin, MARGIN_OF_BACKWARD)
-        backward = self._work(route, tiles) - self._exact.whole_flops(route.stored)
+        backward = self._arithmetic(route, tiles) - self._exact.whole_flops(route.stored)
         backward /= max(self._exact.whole_flops(self._exact.everything_stored()), 1)
         return dataclasses.replace(plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak, backward=backward)
 
