@@ -120,3 +120,27 @@ def test_the_operator() -> None:
         want = F.conv3d(x, w, b, (1, 2, 1), (1, 0, 2), (1, 1, 2), 2)
         assert found.is_contiguous(memory_format=[torch.contiguous_format, torch.channels_last_3d][last])
         assert torch.allclose(found, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_training_on_volumes_keeps_its_budget(last: bool) -> None:
+    model, x = net(NORMS["of groups"]), structured((1, 2, 96, 60, 9)).float()
+    x = x.contiguous(memory_format=torch.channels_last_3d) if last else x
+    parameters = [*model.parameters()]
+    want = torch.autograd.grad(model(x).square().mean(), parameters)
+
+    def to_loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    def step(budget: int) -> list[Tensor]:
+        return [*torch.autograd.grad(pc.tile(to_loss, x, budget), parameters)]
+
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(to_loss, x, budget=1)
+    least = refused.value.least
+    for budget in (least, 2 * least):
+        found: list[list[Tensor]] = []
+        peak = allocated_peak(lambda budget=budget, to=found: to.append(step(budget)))
+        assert peak - sum(one.nbytes for one in found[0]) <= budget
+        for got, one in zip(found[0], want, strict=True):
+            assert (got - one).abs().max() <= 1e-4 * one.abs().max()
