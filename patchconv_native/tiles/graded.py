@@ -32,6 +32,8 @@ PARTS = (2, 4, 8)
 """Into so many parts networks are cut that have fewer sweeps anyway."""
 LEFT_OUT = 0.15
 """Of the bytes of stored values, the share that the next routes store no more."""
+LESS_ASKED = 0.9
+"""Of the room, for a forward pass that takes more than about what it was given."""
 MOST_TRIED = 2
 """Routes of the same sweeps whose plans are looked at."""
 Forward = tuple[TilePlan, Planner, Choice]
@@ -288,15 +290,19 @@ class Graded(Bands):
 
     def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
         """With tiles of about these sizes."""
-        forward = self._forward(route, self._room or 0)
-        if forward is None:
-            return None
-        for _ in range(2):  # the first ones may take more than about
-            plan = self._with_tiles(forward, route, tiles, self._room or 0)
+        room = asked = self._room or 0
+        forward = self._forward(route, asked)
+        for _ in range(3):  # the first ones may take more than about
+            if forward is None:
+                return None
+            plan = self._with_tiles(forward, route, tiles, room)
             if fits(plan):
                 return plan
-            room = (self._room or 0) - self._more_answers(forward)
-            tiles = {number: self._smaller(route, number, shares, room) for number, shares in tiles.items()}
+            left = room - self._more_answers(forward)
+            tiles = {number: self._smaller(route, number, shares, left) for number, shares in tiles.items()}
+            if forward[0].peak > room:
+                asked = int(LESS_ASKED * asked)
+                forward = self._forward(route, asked)
         return None
 
     def _more_answers(self, forward: Forward) -> int:
