@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/native/ConvUtils.h>
+#include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mkldnn_convolution.h>
 
@@ -308,8 +309,11 @@ struct CpuRoom {
 Tensor conv3d_onednn(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                      int64_t groups) {
-  return at::mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
-      .contiguous(output_format(input, weight));
+  const Tensor y =
+      at::globalContext().userEnabledMkldnn()
+          ? at::mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
+          : at::convolution(input, weight, bias, stride, padding, dilation, false, {0, 0, 0}, groups);
+  return y.contiguous(output_format(input, weight));
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {

@@ -146,6 +146,9 @@ def keep_onednn(graph: Graph) -> None:
     for place, call in enumerate(graph.calls):
         folded = call.function is conv_of_strips
         conv, rest, others = call.args[3:6] if folded else (call.function, call.args[3:], call.kwargs)
+        pads = others.get("padding", ())
+        if isinstance(pads, (tuple, list)) and len(pads) == 6 and pads[::2] == pads[1::2]:
+            others = {**others, "padding": pads[::2]}  # as stock takes it
         if conv not in _OF_VOLUMES or not _is_onednns(graph, call, (*call.args[:3], *rest), others):
             continue
         others = {name: value for name, value in others.items() if name not in _NOT_STOCKS}
@@ -159,19 +162,22 @@ def keep_onednn(graph: Graph) -> None:
 def _is_onednns(graph: Graph, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether torch has oneDNN compute this convolution of a volume, in float32."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    given = _NOT_STOCKS | {"stride": 1, "dilation": 1, "groups": 1} | dict(zip(names, args, strict=False)) | kwargs
-    if len(call.inputs) > 1 or call.autocast[2] or any(given[name] != value for name, value in _NOT_STOCKS.items()):
+    given = _NOT_STOCKS | {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "weight": None}
+    given |= dict(zip(names, args, strict=False)) | kwargs
+    weight, padding = given["weight"], given["padding"]
+    if len(call.inputs) > 1 or not isinstance(weight, Tensor) or call.autocast[2]:
         return False
+    if isinstance(padding, str) or any(given[name] != value for name, value in _NOT_STOCKS.items()):
+        padding = 0 if isinstance(padding, str) else None
     x, y = graph.fakes[call.inputs[0]], graph.fakes[call.outputs[0]]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 5:
+    if padding is None or x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 5:
         return False
-    stride, dilation, none = listed(given["stride"], 3), listed(given["dilation"], 3), [0] * 3
-    if max(stride) > 1 and given["weight"].size(1) == 1:
-        return False  # oneDNN reads past the end of some (csrc/cpu/conv.cpp)
-    conv = Conv(
-        x.shape, given["weight"].shape, y.shape, stride, none, dilation, none, given["groups"], False, x.dtype, False
-    )
-    return conv.by_onednn()
+    stride, pads, dilation = (listed(one, 3) for one in (given["stride"], padding, given["dilation"]))
+    if len(pads) != 3 or (max(stride) > 1 and weight.size(1) == 1):
+        return False  # with a stride and one channel oneDNN reads past the end (csrc/cpu/conv.cpp)
+    conv = Conv(x.shape, weight.shape, y.shape, stride, pads, dilation, [0] * 3, given["groups"], False, x.dtype, False)
+    thin = any(n + 2 * pad < reach for n, pad, reach in zip(x.shape[2:], pads, conv.reach, strict=True))
+    return not thin and conv.by_onednn()
 
 
 def in_channels_last(graph: Graph) -> Graph | None:
@@ -214,8 +220,12 @@ def kind_of_device(graph: Graph) -> str:
 
 def _of_many_products(graph: Graph, conv: Call) -> list[int]:
     """What a convolution gives, if it adds many products."""
-    weight = conv.args[1] if len(conv.args) > 1 else conv.kwargs["weight"]
-    return conv.outputs if weight.numel() > _MOST_PRODUCTS * graph.fakes[conv.outputs[0]].size(1) else []
+    return conv.outputs if _weight(conv).numel() > _MOST_PRODUCTS * graph.fakes[conv.outputs[0]].size(1) else []
+
+
+def _weight(conv: Call) -> Any:
+    """A Ref, where it is computed of the image."""
+    return conv.args[1] if len(conv.args) > 1 else conv.kwargs["weight"]
 
 
 def _let_stay(stay: set[int], others: list[Call]) -> None:
@@ -256,7 +266,7 @@ def _is_faster(graph: Graph, call: Call) -> bool:
     if (of_conv or call.name == "cat") and any(graph.fakes[v].size(1) == 1 for v in call.inputs):
         return False  # one channel is in either layout, and what torch makes of it in NCHW
     if of_conv:
-        return len(call.inputs) == 1
+        return len(call.inputs) == 1 and isinstance(_weight(call), Tensor)
     return call.by_place or call.name in _FASTER_IN_CHANNELS_LAST or (not on_cpu and call.name in _FASTER_ON_A_GPU)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.spatial_chains import structured
 from torch import Tensor, nn
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchconv_native as pc
@@ -144,3 +146,36 @@ def test_training_on_volumes_keeps_its_budget(last: bool) -> None:
         assert peak - sum(one.nbytes for one in found[0]) <= budget
         for got, one in zip(found[0], want, strict=True):
             assert (got - one).abs().max() <= 1e-4 * one.abs().max()
+
+
+@pytest.mark.parametrize("dim", [2, 3, 4])
+@torch.no_grad()
+def test_volumes_thinner_than_the_kernel(dim: int) -> None:
+    torch.manual_seed(0)
+    for channels, sizes in ((2, (2, 8, 8)), (2, (8, 8, 1)), (2, (8, 2, 8)), (64, (2, 200, 6))):
+        conv, x = nn.Conv3d(channels, channels, 3, padding=1), torch.randn(1, channels, *sizes)
+        for net in (conv, lambda x, conv=conv: F.conv3d(x, conv.weight, padding="same")):
+            assert by_onednn(pc.tile_plan(net, x, dim=dim)) == (channels == 64 and net is conv)
+            assert torch.allclose(pc.tile(net, x, dim=dim), net(x), atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_weight_that_is_the_image() -> None:
+    torch.manual_seed(0)
+    weight, volume = torch.randn(8, 8, 3, 3, 3), torch.ones(1, 8, 8, 8, 8)
+    for stride in (1, 2):
+        net = functools.partial(torch.conv3d, volume, stride=stride)
+        assert torch.allclose(pc.tile(lambda z, net=net: net(z), weight), net(weight), atol=1e-4)
+
+
+@torch.no_grad()
+def test_without_onednn_when_it_runs() -> None:
+    """A plan that was made before stays; torch's other library computes it then."""
+    net, x = nn.Conv3d(12, 8, 3, padding=1), structured((1, 12, 96, 60, 9)).float()
+    pc.tile_modules(net, "", "2MiB")
+    want = net(x)
+    with torch.backends.mkldnn.flags(enabled=False), profile() as profiled:
+        got = net(x)
+    names = [event.key for event in profiled.key_averages()]
+    assert torch.allclose(got, want, atol=1e-4)
+    assert "aten::slow_conv3d_forward" in names and "aten::mkldnn_convolution" not in names
