@@ -35,8 +35,7 @@ TORCH_LIBRARY(patchconv, m) {
   // conv3d without gradients by oneDNN on a CPU, also where torch takes another library for a small volume.
   m.def(
       "_conv3d_onednn(Tensor input, Tensor weight, Tensor? bias, int[3] stride, int[3] padding, int[3] "
-      "dilation, "
-      "int groups) -> Tensor");
+      "dilation, int groups) -> Tensor");
 
   // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: also return ReLU's bits.
 #define PATCHCONV_FUSED                                                                                    \

@@ -52,7 +52,7 @@ class AtOnce:
 
     def _peak(self, last: dict[int, tuple[int, int]]) -> tuple[int, int]:
         """The most bytes, results included, and the call during which they are there: of a run without data."""
-        graph, device = self._graph, self._graph.fakes[self._graph.inputs[0]].device
+        graph, device = self._graph, self._graph.device
         peak, most = PeakOf(device.type), (0, 0)
         counted = Storages(peak, device, graph.casts)
         counted.there_before([graph.fakes[v] for v in graph.inputs])

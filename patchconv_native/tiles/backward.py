@@ -318,7 +318,7 @@ class Backward:
         calls = [step.call for step in sweep.steps]
         whole = sorted({v for place in calls for v in self._graph.calls[place].inputs} - self._kinds.dims.keys())
         numbers = [(place, question) for place in calls for question in range(self._kinds.questions[place])]
-        device = self._graph.fakes[self._graph.inputs[0]].device
+        device = self._graph.device
         self._shared.sum(self._whole, whole, device)
         self._shared.sum(self._numbers, numbers, device)
 
@@ -328,7 +328,7 @@ class Backward:
             grad = self._of_constants.get(key, one.grad)
             if grad is not None:
                 found[key] = grad
-        shared.sum(found, [*self._constants], self._graph.fakes[self._graph.inputs[0]].device)
+        shared.sum(found, [*self._constants], self._graph.device)
         self._of_constants = found
 
 

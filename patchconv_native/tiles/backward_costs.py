@@ -165,7 +165,7 @@ class BackwardCosts:
         return self._known[key]
 
     def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
-        graph, device = self.graph, self.graph.fakes[self.graph.inputs[0]].device
+        graph, device = self.graph, self.graph.device
         peak = PeakOf(device.type)
         with graph.mode, torch.no_grad():
             predicted = _Predicted(plan, self._run, self._swaps, self._grads, self._sums, borders)

@@ -28,7 +28,7 @@ def computed(
 ) -> Run:  # fmt: skip
     """What is there when all sweeps are done."""
     graph, kinds = plan.graph, plan.kinds
-    device = graph.fakes[graph.inputs[0]].device
+    device = graph.device
     results = {v: Sink(_result(plan, v) if out is None else out) for sweep in plan.sweeps for v in sweep.results}
     inputs = {v: Source("tile", image, device) for v, image in images.items()}
     total, done = sum(map(_strips, plan.sweeps)) // plan.outside.ranks or 1, 0

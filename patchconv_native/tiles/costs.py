@@ -191,7 +191,7 @@ def _measured(graph: Graph, kinds: Kinds, step: Step, strip: int, band: int, mad
 
 
 def _counted(graph: Graph) -> tuple[PeakOf, Storages]:
-    device = graph.fakes[graph.inputs[0]].device
+    device = graph.device
     peak = PeakOf(device.type)
     return peak, Storages(peak, device, graph.casts, graph.storages)
 

@@ -190,7 +190,7 @@ def in_channels_last(graph: Graph) -> Graph | None:
     others = [call for place, call in enumerate(graph.calls) if place not in turned]
     slower = [call for call in others if not _is_faster(graph, call)]
     images = [graph.calls[place] for place in turned if graph.fakes[graph.calls[place].outputs[0]].dim() == 4]
-    images = images if kind_of_device(graph) == "cpu" else []
+    images = images if _on_cpu(graph) else []
     if not turned or (images and slower):
         return None
     stay = {v for v, fake in enumerate(graph.fakes) if fake.dim() not in _LAST}
@@ -214,8 +214,8 @@ def in_channels_last(graph: Graph) -> Graph | None:
     return dataclasses.replace(graph, calls=calls, fakes=fakes, strides=strides)
 
 
-def kind_of_device(graph: Graph) -> str:
-    return graph.fakes[graph.inputs[0]].device.type
+def _on_cpu(graph: Graph) -> bool:
+    return graph.device.type == "cpu"
 
 
 def _of_many_products(graph: Graph, conv: Call) -> list[int]:
@@ -256,7 +256,7 @@ def _is_conv(call: Call) -> bool:
 
 def _is_faster(graph: Graph, call: Call) -> bool:
     """Whether a call is no slower in channels_last."""
-    on_cpu = kind_of_device(graph) == "cpu"
+    on_cpu = _on_cpu(graph)
     for v in (*call.inputs, *call.outputs):
         fake = graph.fakes[v]
         served = fake.dtype == torch.float32 if on_cpu else fake.dtype in _of_tensor_cores()

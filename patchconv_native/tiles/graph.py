@@ -136,6 +136,11 @@ class Graph:
             self.undo()
             raise
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.fakes[self.inputs[0]].device
+
     @functools.cached_property
     def storages(self) -> dict[int, Any]:
         """`references` to those of all values."""

@@ -19,5 +19,5 @@ def give_back(plan: TilePlan) -> None:
     """Has the C library give the memory that tensors have freed back to the system, where a call keeps a budget: glibc
     keeps much of it, and the process would grow by more than the budget.
     """
-    if plan.budget is not None and plan.graph.fakes[plan.graph.inputs[0]].device.type == "cpu":
+    if plan.budget is not None and plan.graph.device.type == "cpu":
         _trim()(0)

@@ -71,7 +71,7 @@ def planned_together(owner: str, arguments: Arguments, planned: Callable[[], Pla
 def check_alike(plan: TilePlan, shared: Shared) -> None:
     """ValueError, on every rank, where they would not do the same, or would draw other random numbers."""
     graph = plan.graph
-    device = graph.fakes[graph.inputs[0]].device
+    device = graph.device
     cuts = [
         (sweep.number, sweep.strips, sweep.bands, *((step.call, step.rows, step.across) for step in sweep.steps))
         for sweep in plan.sweeps

@@ -185,7 +185,7 @@ class Recorder:
         if not writes and id(found) in known:
             return known[id(found)]  # as x.contiguous() of a contiguous x
         args, kwargs = tree_map_only(Recorded, lambda value: Ref(value._index), (args, kwargs))
-        device = str(self.graph.fakes[self.graph.inputs[0]].device.type)
+        device = str(self.graph.device.type)
         call = Call(function, args, kwargs, self._inside[-1], autocast_of(device), history=torch.is_grad_enabled())
         self._add(call)
         if writes:

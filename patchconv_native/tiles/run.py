@@ -64,7 +64,7 @@ class Run:
         answers: dict[int, list[Tensor]],
     ) -> Run:  # fmt: skip
         """The same, with what was taken out of it."""
-        device = self.graph.fakes[self.graph.inputs[0]].device
+        device = self.graph.device
         inputs = {v: Source("tile", image, device) for v, image in images.items()}
         return replace(self, inputs=inputs, stored=stored, whole=whole, answers=answers, transfers=None)
 

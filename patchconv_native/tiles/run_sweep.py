@@ -128,7 +128,7 @@ def _enter(journal: Journal, run: Run, number: int, strips: int, shares: dict[in
 
 def take_up(run: Run, sweeps: Iterable[Sweep], state: State) -> None:
     """Makes the run as it was when this was written down."""
-    device = run.graph.fakes[run.graph.inputs[0]].device
+    device = run.graph.device
     state.shares = {call: [share.to(device) for share in found] for call, found in state.shares.items()}
     run.answers = {call: [answer.to(device) for answer in found] for call, found in state.answers.items()}
     run.whole = {v: value.to(device) for v, value in state.whole.items()}

@@ -13,27 +13,25 @@ STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
 that a call's work takes longer than to launch it."""
 STEP_OF_GPU = 2e10
 """A GPU's arithmetic in the time that it takes to launch a step: 0.6 ms of an H100, float32."""
+STEP_OF_TILE = 4e7
+"""A CPU's arithmetic in about a millisecond: what a step of a tile in a backward pass costs besides its own."""
 STRIPS_OF_TILE = 4
 """What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 
 
 def strip_bytes(graph: Graph) -> int:
     """Of the largest value, what a strip should have where speed alone counts."""
-    return STRIP if graph.fakes[graph.inputs[0]].device.type == "cpu" else STRIP_OF_GPU
-
-
-STEP_OF_TILE = 4e7
-"""A CPU's arithmetic in about a millisecond: what a step of a tile in a backward pass costs besides its own."""
+    return STRIP if graph.device.type == "cpu" else STRIP_OF_GPU
 
 
 def tile_step_work(graph: Graph) -> float:
     """What a step of a tile costs in the backward pass besides its arithmetic, in the same units: there and back."""
-    return STEP_OF_TILE if graph.fakes[graph.inputs[0]].device.type == "cpu" else 2 * STEP_OF_GPU
+    return STEP_OF_TILE if graph.device.type == "cpu" else 2 * STEP_OF_GPU
 
 
 def step_work(graph: Graph) -> float:
     """What a strip of a step costs besides its arithmetic, in the same units."""
-    return 0.0 if graph.fakes[graph.inputs[0]].device.type == "cpu" else STEP_OF_GPU
+    return 0.0 if graph.device.type == "cpu" else STEP_OF_GPU
 
 
 def tile_bytes(graph: Graph) -> int:
@@ -47,7 +45,7 @@ def is_best_uncut(graph: Graph) -> bool:
     """
     if all(bytes_of(graph, v) <= strip_bytes(graph) for v in range(len(graph.fakes))):
         return True
-    device = graph.fakes[graph.inputs[0]].device
+    device = graph.device
     if not graph.needs or device.type != "cuda":
         return False
     memories = {fake.untyped_storage()._cdata: fake.untyped_storage().nbytes() for fake in graph.fakes}

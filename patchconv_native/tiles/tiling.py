@@ -367,7 +367,7 @@ def _undone_on_error(graph: Graph) -> Iterator[None]:
     """
     undo, graph.undo = graph.undo, Graph.undo  # what it held is freed in the end
     before = [(t, t.detach().clone()) for call in graph.calls for t in call.moved]
-    generators = default_sources(graph.fakes[graph.inputs[0]].device)
+    generators = default_sources(graph.device)
     try:
         yield
     except BaseException:
@@ -383,7 +383,7 @@ def _undone_on_error(graph: Graph) -> Iterator[None]:
 
 def _returned(graph: Graph, arguments: Arguments, found: dict[int, Any], images: dict[int, Any], out: Any) -> Any:
     """What the module returns. Does to the caller's lists and mappings, and to attributes, what the module does."""
-    device = graph.fakes[graph.inputs[0]].device
+    device = graph.device
 
     def value(ref: Ref) -> Any:
         if ref.index in images:

@@ -37,7 +37,7 @@ def _made(graph: Graph, v: int) -> Tensor:
 
 
 def _take(plan: TilePlan, count: int) -> Tensor:
-    return torch.empty(max(count, 0), dtype=torch.uint8, device=plan.graph.fakes[plan.graph.inputs[0]].device)
+    return torch.empty(max(count, 0), dtype=torch.uint8, device=plan.graph.device)
 
 
 def _kept(plan: TilePlan) -> int:

@@ -50,6 +50,14 @@ def graph_of(net: Callable[..., Any], x: Tensor) -> Any:
     return pc.tile_plan(net, x).graph
 
 
+def as_planned(net: Callable[..., Any], x: Tensor, budget: str | None) -> Tensor:
+    """The result, which takes no more than the plan predicts."""
+    found: list[Tensor] = []
+    peak = allocated_peak(lambda: found.append(pc.tile(net, x, budget=budget)))
+    assert peak - found[0].nbytes <= pc.tile_plan(net, x, budget=budget).needs
+    return found[0]
+
+
 def in_layout(x: Tensor, last: bool) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if last else x
 
@@ -209,11 +217,9 @@ def test_what_adds_many_products_stays_in_nchw() -> None:
         assert graph.fakes[call.outputs[0]].is_contiguous(memory_format=format)
     exact, stock = copy.deepcopy(net).double()(x.double()), net(x)
     for budget in (None, "400KiB"):
-        predicted, found = pc.tile_plan(net, x, budget=budget), []
-        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
-        assert peak - found[0].nbytes <= predicted.needs
-        assert found[0].stride() == stock.stride()
-        assert (found[0] - exact).square().mean() <= 1.3**2 * (stock - exact).square().mean()
+        found = as_planned(net, x, budget)
+        assert found.stride() == stock.stride()
+        assert (found - exact).square().mean() <= 1.3**2 * (stock - exact).square().mean()
 
 
 class Attending(nn.Module):
@@ -239,7 +245,7 @@ class Attending(nn.Module):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_strips_as_on_a_gpu(batch: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else a network has, its convolutions are in channels_last; what other calls make stays as it is."""
-    monkeypatch.setattr(fold, "kind_of_device", lambda graph: "cuda")
+    monkeypatch.setattr(fold, "_on_cpu", lambda graph: False)
     monkeypatch.setattr(fold, "_of_tensor_cores", lambda: {torch.float32})
     torch.manual_seed(0)
     net, x = Attending().eval(), in_layout(structured((batch, 4, 22, 15)).float(), last)
@@ -250,11 +256,9 @@ def test_strips_as_on_a_gpu(batch: int, last: bool, monkeypatch: pytest.MonkeyPa
             convs = [call.kwargs["format"] for call in graph.calls if call.function is fold.conv_of_strips]
             assert convs == [torch.contiguous_format, torch.contiguous_format, torch.channels_last, torch.channels_last]
         for budget in (None, "600KiB"):
-            predicted, found = pc.tile_plan(net, x, budget=budget), []
-            peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
-            assert peak - found[0].nbytes <= predicted.needs
-            assert found[0].stride() == stock.stride()
-            assert (found[0] - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
+            found = as_planned(net, x, budget)
+            assert found.stride() == stock.stride()
+            assert (found - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
     parameters = [*net.parameters()]
     want = torch.autograd.grad(net(x).square().mean(), parameters)
     for got, one in zip(torch.autograd.grad(pc.tile(net, x).square().mean(), parameters), want, strict=True):
@@ -303,9 +307,7 @@ def test_strips_in_either_layout_keep_the_predicted_peak(
     net, x = nn.Sequential(Small(images).first, nn.Conv2d(8, 2, 3, padding=1)), structured((batch, images, 90, 64))
     x = x.float()
     for budget in (None, "300KiB"):
-        predicted, found = pc.tile_plan(net, x, budget=budget), []
-        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
-        assert peak - found[0].nbytes <= predicted.needs
+        as_planned(net, x, budget)
 
 
 @torch.no_grad()
@@ -313,9 +315,7 @@ def test_the_copy_behind_padding_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(strip_sizes, "STRIP", 2**17)
     conv, x = nn.Conv2d(64, 4, 3, padding=1), structured((3, 64, 40, 16)).float()
     for budget in (None, "300KiB"):
-        predicted, found = pc.tile_plan(conv, x, budget=budget), []
-        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(conv, x, budget=budget)))
-        assert peak - found[0].nbytes <= predicted.needs
+        as_planned(conv, x, budget)
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
@@ -324,9 +324,7 @@ def test_the_copy_of_an_images_rows_counts(kernel: int) -> None:
     """A convolution without padding reads a view, which it copies."""
     net, x = nn.Sequential(nn.Conv2d(32, 4, kernel), nn.GroupNorm(1, 4)), structured((1, 32, 60, 64)).float()
     for budget in (None, "300KiB"):
-        predicted, found = pc.tile_plan(net, x, budget=budget), []
-        peak = allocated_peak(lambda budget=budget, found=found: found.append(pc.tile(net, x, budget=budget)))
-        assert peak - found[0].nbytes <= predicted.needs
+        as_planned(net, x, budget)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
