@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, fold, strip_sizes, ways
+from patchconv_native.tiles import choices, fold, graded, strip_sizes, ways
 
 
 @pytest.fixture(autouse=True)
@@ -407,3 +408,39 @@ def test_waiting_steps_give_the_same_numbers(dim: int, whole: bool) -> None:
     idle = [sum(low == high for low, high in step.rows) for sweep in sweeps for step in sweep.steps]
     assert max(idle) > max(sweep.strips for sweep in sweeps) // 3
     close(pc.tile(net, x, dim=dim), net(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a backward pass computes again, and its tiles
+
+
+def trained() -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for c in (3, *[8] * 5)]
+    net = nn.Sequential(*made)
+    return lambda x: net(x).square().mean(), structured((1, 3, 96, 64)).float()
+
+
+def test_what_is_computed_again_has_room_for_what_it_makes() -> None:
+    """Room for three quarters of the value that is made: strips of some rows keep it, above that value."""
+    plan = pc.tile_plan(*trained(), tile=96)
+    planner = choices.Planner(plan.graph, plan.kinds, plan.outside, [], choices.Learned(), kept=set())
+    stored = planner.everything_stored()
+    v = next(v for v in sorted(stored) if plan.kinds.level[v] == 2)
+    room = 3 * planner.kept_bytes(v) // 4
+    sweep, taken = planner.again(stored, 2, {v}, room)
+    assert taken <= room and 1 < sweep.strips <= 24
+
+
+def test_tiles_that_cost_time_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = trained()
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    counts = []
+    for work in (0.0, 1e9):
+        monkeypatch.setattr(graded, "tile_step_work", lambda graph, work=work: work)
+        plans = [pc.tile_plan(net, x, budget=int(share * refused.value.least)) for share in (1.8, 2.2, 2.4)]
+        assert all(plan.budget is not None and plan.needs <= plan.budget for plan in plans)
+        shares = [one for plan in plans for one in plan.tiles.values()]
+        counts.append(sum(math.prod(math.ceil(1 / share) for share in one) for one in shares))
+    assert counts[1] < counts[0]
