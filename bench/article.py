@@ -126,7 +126,7 @@ def network(form: str, blocks: int, strategy: dict[str, Any] | None = None) -> n
     torch.manual_seed(0)
     model: nn.Module = Chain(blocks, FORMS[form].checkpoints)
     if FORMS[form].converted:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     if FORMS[form].planned:
         Strategy(**(strategy or {})).apply(model)
     return model

@@ -1,7 +1,7 @@
 """Checkpoints in training: DenseNet-BC, whose bottlenecks are what efficient_densenet checkpoints.
 
 DenseNet-BC-100 with growth rate 12 on 32x32 pictures. Five forms: naive; torch.utils.checkpoint around each bottleneck
-(concatenation, norm, ReLU, 1x1 convolution); pc.checkpoint there; naive code after pc.convert(functional=True), which
+(concatenation, norm, ReLU, 1x1 convolution); pc.checkpoint there; naive code after pc.convert, which
 is lean() with no checkpoint; and both. Peak of memory of a whole training step, each in a process of its own, and time
 of one, in turn; the same on two processes under DistributedDataParallel (gloo), half of the batch each. And how far
 running statistics are, after one step, from those of a naive step in float64.
@@ -61,7 +61,7 @@ def network(form: str, depth: int) -> nn.Module:
             model.extend([nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)])
             channels //= 2
     model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)])
-    return pc.convert(model, functional=True) if converted else model
+    return pc.convert(model) if converted else model
 
 
 def pictures(batch: int, side: int, rank: int = 0) -> Tensor:

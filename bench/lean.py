@@ -42,10 +42,10 @@ def memsave(model: nn.Module) -> nn.Module:
 FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
     "memsave": memsave,
+    "layers": lambda model: pc.convert(model, functional=False),
     "convert": pc.convert,
-    "functional": lambda model: pc.convert(model, functional=True),
 }
-OURS = ("convert", "functional")
+OURS = ("layers", "convert")
 
 
 def rivals() -> list[str]:
@@ -151,7 +151,7 @@ def measure_all(size: str) -> dict[str, Any]:
     for name in models:
         row = run("graph", ["stock", *OURS], name=name, case="all", side=side, batch=2)
         data["floors"].append({"model": name, "floor": FLOORS[name]} | row)
-    for form in (*rivals(), "convert", "frozen"):
+    for form in (*rivals(), "layers", "frozen"):
         data["toy"] |= run("toy", [form], side=256 if size == "full" else 64)
     for name in paper:
         for batch, cases in BATCHES.items():

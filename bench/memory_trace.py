@@ -56,7 +56,7 @@ def network(name: str) -> nn.Module:
 
 
 def converted(model: nn.Module, form: str) -> nn.Module:
-    return model if form == "stock" else pc.convert(model, functional=form == "functional")
+    return model if form == "stock" else pc.convert(model, functional=form == "convert")
 
 
 def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def overhead(name: str, batch: int, side: int, seconds: float) -> dict[str, Any]
 def predictions(name: str, batch: int, side: int) -> dict[str, Any]:
     """Measured and predicted peaks of every form and layout."""
     rows = []
-    for form in ("stock", "convert", "functional"):
+    for form in ("stock", "layers", "convert"):
         for layout, order in LAYOUTS.items():
             model = converted(network(name), form).to(memory_format=order)
             x = torch.randn(batch, 3, side, side).to(memory_format=order)

@@ -15,7 +15,7 @@ TITLES = {
     "mixed": "mixed precision",
     "checkpoints, torch + mixed": "3 checkpoints, torch, and mixed",
     "checkpoints, ours + mixed": "3 checkpoints, pc, and mixed",
-    "converted": "`pc.convert(functional=True)`",
+    "converted": "`pc.convert`",
     "converted + mixed": "converted, mixed",
     "all but micro-batches": "converted, 3 checkpoints, mixed",
     "all": "all: converted, micro-batches, checkpoints, mixed",

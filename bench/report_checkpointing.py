@@ -11,8 +11,8 @@ TITLES = {
     "naive": "naive",
     "torch": "torch.utils.checkpoint",
     "ours": "pc.checkpoint",
-    "lean": "pc.convert(functional=True), no checkpoint",
-    "ours + lean": "pc.checkpoint and pc.convert(functional=True)",
+    "lean": "pc.convert, no checkpoint",
+    "ours + lean": "pc.checkpoint and pc.convert",
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from .drawing import COLOURS, FLOOR, bars, canvas, foot, legend
 from .tables import Row, Section, mib, spread, verdict
 
-LEAN_COLOURS = {"memsave": "#e0a030", "convert": "#7fb2dc", "functional": "#1f6fb4"}
-NAMES = {"memsave": "memsave_torch", "convert": "convert(model)", "functional": "convert(model, functional=True)"}
+LEAN_COLOURS = {"memsave": "#e0a030", "layers": "#7fb2dc", "convert": "#1f6fb4"}
+NAMES = {"memsave": "memsave_torch", "layers": "convert(model, functional=False)", "convert": "convert(model)"}
 WAYS = {
     "held": "MiB alive with the graph after the forward pass",
     "forward": "Peak of the forward pass, MiB above what was there before",
@@ -20,10 +20,10 @@ WAYS = {
 def lean(data: Row) -> Iterator[Section]:
     yield Section(
         f"Batch 2, {data['side']} squared, all trained. MiB alive with the graph; the rest in units of stock's.",
-        ["model", "stock MiB", "convert", "convert(functional=True)", "by hooks: convert", "functional", "floor",
+        ["model", "stock MiB", "layers alone", "convert", "by hooks: layers alone", "convert", "floor",
          "<= 1.03 floors"],
-        [[row["model"], _stock(row), _share(row, "convert"), _share(row, "functional"), _share(row, "convert", "saved"),
-          _share(row, "functional", "saved"), row["floor"], _floor_met(row)] for row in data["floors"]],
+        [[row["model"], _stock(row), _share(row, "layers"), _share(row, "convert"), _share(row, "layers", "saved"),
+          _share(row, "convert", "saved"), row["floor"], _floor_met(row)] for row in data["floors"]],
     )  # fmt: skip
     cases = data["cases"]
     sides = [side for side in LEAN_COLOURS if all(side in row for row in cases)]
@@ -53,9 +53,9 @@ def _share(row: Row, form: str, way: str = "held") -> str:
 
 
 def _floor_met(row: Row) -> str:
-    if any("error" in row[form] for form in ("stock", "convert", "functional")):
+    if any("error" in row[form] for form in ("stock", "layers", "convert")):
         return ""
-    least = min(row[form]["held"] for form in ("convert", "functional"))
+    least = min(row[form]["held"] for form in ("layers", "convert"))
     return verdict(least <= 1.03 * row["floor"] * row["stock"]["held"])
 
 
@@ -94,7 +94,7 @@ def lean_error(data: Row) -> Iterator[Section]:
     lines = []
     for row in data["rows"]:
         cells = [row["model"], f"{row['median']['stock']:.2e}"]
-        for form in ("convert", "functional"):
+        for form in ("layers", "convert"):
             each = zip(row["errors"][form], row["errors"]["stock"], strict=True)
             ratio = row["median"][form] / row["median"]["stock"]
             cells.append(f"{ratio:.2f} ({', '.join(f'{a / b:.2f}' for a, b in each)})")
@@ -102,7 +102,7 @@ def lean_error(data: Row) -> Iterator[Section]:
     yield Section(
         "Error of all parameters' gradients, relative to stock's in float64: median of the pictures, and in units of "
         "stock's in float32 (each picture's).",
-        ["model", "stock", "convert", "convert(functional=True)", f"<= {data['target']}",
+        ["model", "stock", "layers alone", "convert", f"<= {data['target']}",
          "same bits without recompute"],
         lines,
     )  # fmt: skip
@@ -111,10 +111,10 @@ def lean_error(data: Row) -> Iterator[Section]:
 def lean_speed(data: Row) -> Iterator[Section]:
     yield Section(
         "Training steps: median (least to most) of paired rounds, and in units of stock's time.",
-        ["model", "batch", "layout", "stock ms", "convert", f"<= {data['target']}", "convert(functional=True)", "",
+        ["model", "batch", "layout", "stock ms", "layers alone", f"<= {data['target']}", "convert", "",
          "rounds"],
-        [[row["model"], row["batch"], row["layout"], spread(row["ms"]["stock"], 0), spread(row["ratio"]["convert"], 3),
-          verdict(row["met"]["convert"]), spread(row["ratio"]["functional"], 3), verdict(row["met"]["functional"]),
+        [[row["model"], row["batch"], row["layout"], spread(row["ms"]["stock"], 0), spread(row["ratio"]["layers"], 3),
+          verdict(row["met"]["layers"]), spread(row["ratio"]["convert"], 3), verdict(row["met"]["convert"]),
           row["rounds"]] for row in data["steps"]],
     )  # fmt: skip
     yield Section(

@@ -8,7 +8,7 @@ from typing import Any
 
 from .tables import Rows, Section, mib, spread, verdict
 
-FORMS = {"stock": "stock", "convert": "`convert`", "functional": "`convert(functional=True)`"}
+FORMS = {"stock": "stock", "layers": "`convert(functional=False)`", "convert": "`convert`"}
 
 
 def sections(data: dict[str, Any]) -> Iterator[Section]:

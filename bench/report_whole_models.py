@@ -10,13 +10,13 @@ from .tables import Row, Section, measured_elsewhere, mib, spread
 TITLES = {
     "stock": "stock",
     "channels_last": "stock, channels_last",
+    "layers": "`pc.convert(model, functional=False)`",
     "convert": "`pc.convert(model)`",
-    "functional": "`pc.convert(model, functional=True)`",
-    "functional, channels_last": "`pc.convert(model, functional=True)`, channels_last",
+    "convert, channels_last": "`pc.convert(model)`, channels_last",
     "diffusers' tiling": "diffusers' `enable_tiling()`, stock",
     "torch checkpoints": "torch.utils.checkpoint around the blocks, stock",
     "pc checkpoints": "`pc.checkpoint_modules` of the blocks",
-    "functional, pc checkpoints": "`pc.convert(model, functional=True)` and `pc.checkpoint_modules`",
+    "convert, pc checkpoints": "`pc.convert(model)` and `pc.checkpoint_modules`",
     "plan": "`pc.plan`",
     "compiled": "`torch.compile(model)`, stock",
     "compiled, half of the memory": "`torch.compile(model)`, activation_memory_budget = 0.5, stock",
@@ -64,7 +64,7 @@ def short(data: Row) -> Section:
         stock = rows["stock"]
         seconds = f" / {stock['ms']['median'] / 1e3:.1f}" if "ms" in stock else ""
         line = [what, f"{mib(stock['peak'])} / {mib(stock['process'])}{seconds}"]
-        converted = "functional" if "functional" in rows else "convert"
+        converted = "convert" if "convert" in rows else "layers"
         planned = next((form for form in PLANNED if form in rows), "")
         for form in ("channels_last", converted, planned):
             line.append(_shares(rows[form], stock) if "peak" in rows.get(form, {}) else "")

@@ -80,7 +80,7 @@ def made(job: dict[str, Any]) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = NETWORKS[job["network"]](job["channels"]).to(memory_format=LAYOUTS[job["layout"]])
     if job["lean"]:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     x = picture(job["side"]).to(memory_format=LAYOUTS[job["layout"]])
     if job["ranks"] == 1:
         return model, x

@@ -33,7 +33,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     model, (x, target) = tile_training.made(job["case"], job["side"])
     images: tuple[Any, ...] = (x, target)
     if job["form"].endswith("converted"):
-        pc.convert(model, functional=True)
+        pc.convert(model)
     if job["ranks"] > 1:
         mesh = dist.init_device_mesh("cpu", (job["ranks"],))
         pc.distributed.spatial(model, mesh)

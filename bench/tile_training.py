@@ -109,7 +109,7 @@ def step_of(form: str, model: nn.Module, images: tuple[Tensor, ...], budget: int
     if form == "checkpoints":
         pc.checkpoint_modules(model, lambda _, module: type(module).__name__ in BLOCKS)
     if form == "converted":
-        pc.convert(model, functional=True)
+        pc.convert(model)
     if form.startswith("tile"):
         pc.tile_modules(model, "", budget)  # plans in the first step
 

@@ -129,15 +129,15 @@ class Compiled(nn.Module):
             return self.model(x)
 
 
-LAYOUT, CONVERT = "channels_last", ("convert", "functional")
-STEP = ("stock", LAYOUT, *CONVERT, "functional, channels_last")
-CHECKPOINTED = (*STEP, "torch checkpoints", "pc checkpoints", "functional, pc checkpoints", "plan")
+LAYOUT, CONVERT = "channels_last", ("layers", "convert")  # without functional code, and with it
+STEP = ("stock", LAYOUT, *CONVERT, "convert, channels_last")
+CHECKPOINTED = (*STEP, "torch checkpoints", "pc checkpoints", "convert, pc checkpoints", "plan")
 COMPILED = ("compiled", "compiled, half of the memory")
 TILED = ("tile", "tile, channels_last", "tile, 128MiB")
 CASES = {
     "decoder": Case(
         "AutoencoderKL decoder to 1024x1024, no gradients", Decoder, {"full": 1024, "tiny": 64}, False,
-        ("stock", LAYOUT, *CONVERT, "functional, channels_last", "diffusers' tiling", "tile", "tile, 512MiB"),
+        ("stock", LAYOUT, *CONVERT, "convert, channels_last", "diffusers' tiling", "tile", "tile, 512MiB"),
         latent=True,
     ),
     "decoder step": Case(
@@ -217,7 +217,7 @@ def prepared(name: str, form: str, size: str) -> tuple[nn.Module, Tensor, str]:
         budget = form.partition(", ")[2]
         pc.tile_modules(model, "", None if budget in ("", LAYOUT) else budget)
     if form.startswith(CONVERT):
-        pc.convert(model, functional=form.startswith("functional"))
+        pc.convert(model, functional=form.startswith("convert"))
     if "pc checkpoints" in form:
         pc.checkpoint_modules(model, is_block)
     if form == "plan":

@@ -82,7 +82,7 @@ def predicted(job: dict[str, Any], side: int) -> int:
     dtype = getattr(torch, job["dtype"])
     model: Any = xray_model.network(xray_model.NETS[job["net"]]).to(dtype)
     if way_of(job["way"]).lean:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     if way_of(job["way"]).checkpoints:
         pc.checkpoint_modules(model, xray_model.DenseLayer)
     x = torch.empty(job["batch"], 1, side, side, dtype=dtype, device="meta")

@@ -61,11 +61,11 @@ class Way:
 
 WAYS = {
     "one": Way("one process"),
-    "one converted": Way("one process, `pc.convert(functional=True)`", lean=True),
+    "one converted": Way("one process, `pc.convert`", lean=True),
     "checkpoint": Way("one process, `pc.checkpoint_modules` on dense layers", checkpoints=True),
     "data": Way("data parallel (DDP)", ("data",)),
     "data sync": Way("data parallel, batch norm over all ranks", ("data",), sync=True),
-    "data converted": Way("data parallel, `pc.convert(functional=True)`", ("data",), lean=True),
+    "data converted": Way("data parallel, `pc.convert`", ("data",), lean=True),
     "fsdp": Way("data parallel, sharded (FSDP2)", ("data",), shards=True),
     "model": Way("model parallel, two stages, two micro-batches (1F1B)", ("stage",), micro=2),
     "model whole": Way("model parallel, two stages, the whole batch", ("stage",)),
@@ -74,7 +74,7 @@ WAYS = {
         "data x model parallel, whole shares, batch norm over both", ("data", "stage"), sync=True
     ),
     "spatial": Way("spatial: strips of rows", ("spatial",)),
-    "spatial lean": Way("spatial, `pc.convert(functional=True)`", ("spatial",), lean=True),
+    "spatial lean": Way("spatial, `pc.convert`", ("spatial",), lean=True),
     "data spatial": Way("data x spatial", ("data", "spatial")),
 }  # fmt: skip
 
@@ -187,7 +187,7 @@ def prepared(way: Way, job: dict[str, Any], mesh: Any, device: str) -> Step:
     del whole
     gc.collect()  # the other stage goes
     if way.lean:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     if way.checkpoints:
         pc.checkpoint_modules(model, DenseLayer)
     if way.sync:

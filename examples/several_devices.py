@@ -46,7 +46,7 @@ def main() -> None:
 
     image = torch.rand(1, 3, arguments.side, arguments.side, device=arguments.device)  # the same on every rank
     target = image.mean(1, keepdim=True)
-    model = pc.distributed.spatial(pc.convert(model, functional=True), mesh, dims="H")
+    model = pc.distributed.spatial(pc.convert(model), mesh, dims="H")
     if arguments.budget:
         pc.tile_modules(model, "", arguments.budget)
     x, part = (pc.distributed.scatter(whole, mesh, dims="H") for whole in (image, target))

@@ -61,7 +61,7 @@ def main() -> None:
         print(plan)
         plan.apply(model)
     elif not arguments.stock:
-        pc.convert(model, functional=True)
+        pc.convert(model)
         if arguments.checkpoint:
             pc.checkpoint_modules(model, Block)
 

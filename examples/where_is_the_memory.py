@@ -34,7 +34,7 @@ def main() -> None:
     options = {"optimizer": torch.optim.AdamW, "fake": arguments.fake}
     stock = pc.memory.trace(model, x, **options)
     print(stock)  # by module: memory before, after and at most, and what is saved for the backward pass
-    pc.convert(model, functional=True)
+    pc.convert(model)
     converted = pc.memory.trace(model, x, **options)
     print(pc.memory.compare({"stock": stock, "converted": converted}))
     if arguments.html:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
-from .wrap import Wrapped, add_kind, on_base, reduced_as, refuse_derived, remove_kinds, without_kinds
+from .wrap import Wrapped, add_kind, on_base, reduced_as, refuse_derived, remove_kinds, without_kinds, wrapped_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -53,7 +53,7 @@ _CONVERTED: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
 
 
 class LeanCode(ForwardInLean, Wrapped):
-    """A module with a forward of its own (convert(functional=True))."""
+    """A module with a forward of its own."""
 
     _rank = 0
     _names = "convert", "converted"
@@ -137,6 +137,8 @@ def convert_report(model: nn.Module) -> ConvertReport:
                     report.left[name] = "a TorchScript module cannot change its class: convert before scripting"
             elif type(module) in NOTHING_TO_GAIN:
                 report.nothing_to_gain[name] = NOTHING_TO_GAIN[type(module)]
+            elif isinstance(module, torch.fx.GraphModule):
+                report.left[name] = "torch.fx writes its code anew: call it in `with patchconv_native.lean():`"
             elif (stock := _stock_base(type(module))) is not None:
                 report.left[name] = _reason_to_leave(module, stock) or "not converted yet"
     return report
@@ -209,32 +211,34 @@ def _has_code(module: nn.Module) -> bool:
     cls = type(module)
     return not (
         cls.__module__.startswith("torch.nn.")
-        or isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin))
+        or isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule, LazyModuleMixin))
         or "forward" in vars(module)
         or parametrize.is_parametrized(module)
         or cls.forward is nn.Module.forward
     )
 
 
-def convert(model: Model, splits: Splits = None, *, functional: bool = False) -> Model:
+def convert(model: Model, splits: Splits = None, *, functional: bool = True) -> Model:
     """Replaces the layers of `model` by this package's, in place, and returns the model.
 
-    Convolutions need less memory while they compute; activations, norms, pools and dropout save less for backward.
-    Values, parameters, hooks, optimizers and state_dict stay. Layers that cannot be converted (subclasses with a
-    forward of their own, lazy and scripted modules) are left alone: `convert_report(model)` lists them with the
-    reasons, and a warning names the convolutions among them. `revert` undoes it.
+    Convolutions need less memory while they compute; activations, norms, pools and dropout save less for backward. So
+    does functional code (F.relu, torch.cat, x + y): modules with a forward of their own run it inside `lean()`. Values,
+    parameters, hooks, optimizers and state_dict stay. Layers that cannot be converted (lazy and scripted modules) are
+    left alone: `convert_report(model)` lists them with the reasons, and a warning names the convolutions among them.
+    `revert` undoes it.
 
     splits: the number of pieces that each convolution's output is cut into: None (automatic), an int (for the first
-    spatial dimension) or a tuple with one entry a spatial dimension. Converting again sets it again.
-    functional: modules with a forward of their own run it inside `lean()`, so that functional code (F.relu, torch.cat,
-    x + y) saves less too.
+    spatial dimension) or a tuple with one entry a spatial dimension. Converting again sets it again. It is not for
+    convolutions that compute their forward themselves (a warning names them).
+    functional: False leaves functional code as it is, and layers that compute their forward themselves. Functional
+    code in graph modules of torch.fx stays as it is, too.
 
     TypeError or ValueError for wrong arguments. Nothing has been changed then.
     """
     if not isinstance(functional, bool):
         raise TypeError(f"convert: expected functional to be True or False, got {functional!r}")
     changes: list[tuple[nn.Module, type, list[int] | None]] = []
-    with_code: list[nn.Module] = []
+    with_code: dict[str, nn.Module] = {}
     with without_kinds(model):
         for name, module in _named("convert", model):
             owner = f"convert, module {name!r}" if name else "convert"
@@ -248,13 +252,21 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
                 entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
                 changes.append((module, _converted_class(type(module)), entries))
             elif functional and _has_code(module):
-                with_code.append(module)
+                if not isinstance(module, LeanCode):
+                    wrapped_class(type(module), [LeanCode])  # an error in it comes before anything has changed
+                with_code[name] = module
         for module, cls, entries in changes:
             module.__class__ = cls
             if isinstance(module, Split):
                 module._splits = entries
-    for module in with_code:
+    for module in with_code.values():
         add_kind(module, LeanCode)
+    _warn_of_convolutions(model, [] if splits is None else list(with_code))
+    return model
+
+
+def _warn_of_convolutions(model: nn.Module, with_code: list[str]) -> None:
+    """Names the convolutions that `convert` has left alone, and those with a forward of their own, without splits."""
     modules = dict(model.named_modules())
     left = {
         name: reason
@@ -264,8 +276,14 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = False) ->
     if left:
         reasons = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())
         count = "1 convolution" if len(left) == 1 else f"{len(left)} convolutions"
-        warnings.warn(f"patchconv_native.convert left {count} alone: {reasons}", stacklevel=2)
-    return model
+        warnings.warn(f"patchconv_native.convert left {count} alone: {reasons}", stacklevel=3)
+    unsplit = [name or "(the model)" for name in with_code if conv_base(type(modules[name]))]
+    if unsplit:
+        names = ", ".join(unsplit)
+        warnings.warn(
+            f"patchconv_native.convert gave no splits to convolutions with a forward of their own: {names}",
+            stacklevel=3,
+        )
 
 
 def revert(model: Model) -> Model:

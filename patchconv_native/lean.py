@@ -138,8 +138,10 @@ class _Redirect(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        served = self.table.get(func)
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a compiled function that is called in the block
+            return func(*args, **kwargs)
+        served = self.table.get(func)
         if served is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
             return func(*args, **kwargs)
         return served(*args, **kwargs)
@@ -219,7 +221,7 @@ class ForwardInLean(nn.Module):
     """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or in_lean():
             return super().forward(*args, **kwargs)
         with lean():
             return super().forward(*args, **kwargs)

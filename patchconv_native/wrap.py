@@ -5,7 +5,7 @@ a class that is derived from the kind and from the module's own class, so parame
 what they were. A module may have several kinds. Their ranks say which is inside of which, whatever the order in which
 they were added:
 
-    0  functional code inside `lean()`            convert(functional=True)
+    0  functional code inside `lean()`            convert
     1  micro-batches                              microbatch_modules
     2  a checkpoint                               checkpoint_modules, plan
     3  statistics of all ranks (SyncBatchNorm)    distributed.spatial
@@ -19,6 +19,7 @@ Copies, pickles and torch.nn.utils.parametrize keep the kinds. TorchScript gets 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ class Wrapped(nn.Module):
     """
     _inner: type[nn.Module]
     """Of the class of a wrapped module: the class below the outermost kind."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """The class of a wrapped module is not one that its author derived: a hook of theirs does not hear of it."""
+        if "_inner" not in vars(cls):
+            super().__init_subclass__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles as those of the module's own class, with the kinds added at the end."""
@@ -98,10 +104,29 @@ _classes: dict[tuple[type, type], Any] = {}
 
 def _forward_like(cls: Any, ours: Any) -> Any:
     """A kind's forward with the signature and the source of the module's own, for inspect and torch.fx."""
+    own = cls.forward
+    if isinstance(own, types.FunctionType) and _has_keywords_alone(own.__code__):
+        return functools.update_wrapper(_by_name(own, ours), own)
     copied = types.FunctionType(ours.__code__, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
     copied.__kwdefaults__ = ours.__kwdefaults__
     copied.__dict__.update(ours.__dict__)
     return functools.update_wrapper(copied, cls.forward)
+
+
+def _has_keywords_alone(code: types.CodeType) -> bool:
+    return code.co_kwonlyargcount > 0 and not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+
+
+def _by_name(own: types.FunctionType, ours: Any) -> Any:
+    """`ours` with the parameters of `own`: torch.fx hands over keyword-only arguments by their places in the code."""
+    code = own.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    places, keywords = names[: code.co_argcount], names[code.co_argcount :]
+    given = ", ".join([*places, *(f"{name}={name}" for name in keywords)])
+    made: dict[str, Any] = {"_kind_forward": ours}
+    exec(f"def forward({', '.join(places)}, *, {', '.join(keywords)}): return _kind_forward({given})", made)
+    made["forward"].__defaults__, made["forward"].__kwdefaults__ = own.__defaults__, own.__kwdefaults__
+    return made["forward"]
 
 
 def _with_kind(kind: type[Wrapped], cls: type) -> type:

@@ -6,7 +6,7 @@ Without MODEL one convolution is measured: IN channels to OUT, K x K pixels, zer
 gradient of the input too, as inside a network. The learning rate of an optimizer is 0.
 
   patchconv_native bench --conv 64x64x3 --size 1024
-  patchconv_native bench torchvision:resnet18 --size 512 --batch 4 --functional --json bench.json
+  patchconv_native bench torchvision:resnet18 --size 512 --batch 4 --json bench.json
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, nargs="?")
     parser.add_argument("--conv", type=_conv, metavar="INxOUTxK", help="one convolution instead of a model (64x64x3)")
     options.add_step(parser, "autocast both to this dtype")
-    parser.add_argument("--functional", action="store_true", help="converted by pc.convert(model, functional=True)")
     parser.add_argument(
         "--rounds", type=options.whole(1, 1000), default=7, metavar="N", help="rounds of timing both (7)"
     )
@@ -94,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         what = "out of memory" if out_of_memory(error) else "a step failed"
         raise Failed(f"{what} with an input of {options.dimensions(shape)}: {line(error)}") from error
     _print(name, shape, device, facts)
-    step = {name: getattr(arguments, name) for name in ("eval", "amp", "optimizer", "channels_last", "functional")}
+    step = {name: getattr(arguments, name) for name in ("eval", "amp", "optimizer", "channels_last")}
     about = {"what": name, "input": list(shape), "device": str(device), "step": step}
     options.write(arguments.json, {**about, **facts})
     return 0
@@ -107,7 +106,7 @@ def _measured(
         progress.next("building")
         model = options.ready(source.build(), arguments, device)
         x = options.example(model, shape, arguments, device).requires_grad_(not arguments.model and not arguments.eval)
-        ours = pc.convert(copy.deepcopy(model), functional=arguments.functional)
+        ours = pc.convert(copy.deepcopy(model))
         converted = len(pc.convert_report(ours).converted)
         sides = [_side(one, x, arguments) for one in (model, ours)]
         progress.next("warming up")

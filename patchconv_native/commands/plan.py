@@ -1,8 +1,8 @@
 """Says what to turn on so that a training step fits a budget, or the largest batch or size that fits.
 
-Everything is predicted: nothing is computed, no memory is taken, and --device cuda needs no GPU. Converted layers,
-converted functional code, checkpoints and smaller tiles are tried, and then the whole model in tiles, which takes
-seconds to plan (not with --no-tiles, nor for --max-batch and --max-size). If none fits and it is allowed, autocast
+Everything is predicted: nothing is computed, no memory is taken, and --device cuda needs no GPU. The converted model,
+checkpoints and smaller tiles are tried, and then the whole model in tiles, which takes seconds to plan (not with
+--no-tiles, nor for --max-batch and --max-size). If none fits and it is allowed, autocast
 (--amp) and saved tensors in the host's memory (--offload) are tried too. If nothing fits, one line gives the smallest
 budget that would do, and the exit code is 1.
 

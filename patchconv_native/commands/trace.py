@@ -5,7 +5,7 @@ outputs and, with --optimizer, the optimizer's step. With --fake nothing is comp
 size, also for a GPU that is not here.
 
   patchconv_native trace torchvision:resnet50 --size 512 --batch 4 --optimizer adamw
-  patchconv_native trace timm:convnext_tiny --size 2048 --fake --device cuda --functional --html step.html
+  patchconv_native trace timm:convnext_tiny --size 2048 --fake --device cuda --convert --html step.html
   patchconv_native trace my_models.py:unet --size 512x768 --checkpoint down.0 down.1 --json step.json
 """
 
@@ -33,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_step(parser, "autocast to this dtype")
     parser.add_argument("--fake", action="store_true", help="predict: compute nothing and take no memory")
     group = parser.add_argument_group("changes to the model")
-    either = group.add_mutually_exclusive_group()
-    either.add_argument("--convert", action="store_true", help="pc.convert(model)")
-    either.add_argument("--functional", action="store_true", help="pc.convert(model, functional=True)")
+    group.add_argument("--convert", action="store_true", help="pc.convert(model)")
     group.add_argument(
         "--checkpoint", nargs="+", action="extend", default=[], metavar="NAME",
         help="modules to recompute in backward, by their names in named_modules()",
@@ -79,8 +77,8 @@ def _traced(model: nn.Module, arguments: argparse.Namespace, device: torch.devic
 
 
 def _changed(model: nn.Module, arguments: argparse.Namespace) -> None:
-    if arguments.convert or arguments.functional:
-        pc.convert(model, functional=arguments.functional)
+    if arguments.convert:
+        pc.convert(model)
     names = dict(model.named_modules())
     for name in arguments.checkpoint:
         if not name or name not in names:

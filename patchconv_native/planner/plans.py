@@ -244,13 +244,10 @@ def _plan(question: Question, found: Candidate, budget: int | None) -> Plan:
     by_name: dict[str, int] = {}
     stock = next(c.peak for c in question.tried if c.strategy == Strategy())
     if found.strategy.convert:
-        lean = [
-            c.peak for c in question.tried
-            if c.strategy.functional == found.strategy.functional and not c.strategy.checkpoints
-        ]  # fmt: skip
+        lean = [c.peak for c in question.tried if c.strategy.convert and not c.strategy.checkpoints]
         by_name["convert"] = max(0, stock - min(lean, default=stock))
     if found.strategy.checkpoints:
-        plain = Strategy(convert=found.strategy.convert, functional=found.strategy.functional)
+        plain = Strategy(convert=found.strategy.convert)
         by_name |= {facts.name: facts.saved for facts in question.report(plain).trace.modules}
     return Plan(
         strategy=found.strategy,

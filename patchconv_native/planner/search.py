@@ -135,9 +135,9 @@ def stages(
     """
     for allowed in _allowed(amp, offload):
         base = Strategy(amp=allowed[0], offload=allowed[1])
-        lean = replace(base, convert=True, functional=True)
+        lean = replace(base, convert=True)
         least, report = question.candidate(lean)
-        yield [question.candidate(base)[0], question.candidate(replace(base, convert=True))[0], least]
+        yield [question.candidate(base)[0], least]
         if question.train:
             partitions = list(blocks(report, question.model))
             found = [question.candidate(replace(lean, checkpoints=names))[0] for names in partitions]

@@ -27,9 +27,7 @@ class Strategy:
     """The settings of a plan. The default is the unchanged model."""
 
     convert: bool = False
-    """Layers that save less, convolutions in tiles."""
-    functional: bool = False
-    """Functional code saves less too: sums and concatenations are recomputed."""
+    """Layers and functional code that save less, convolutions in tiles."""
     splits: dict[str, list[int]] = field(default_factory=dict)
     """Splits of convolutions, by module name, where automatic splits need too much workspace."""
     checkpoints: list[str] = field(default_factory=list)
@@ -44,7 +42,7 @@ class Strategy:
     def __str__(self) -> str:
         parts = []
         if self.convert:
-            parts.append("convert(functional=True)" if self.functional else "convert")
+            parts.append("convert")
         if self.splits:
             parts.append(f"{len(self.splits)} convolutions in more tiles")
         if self.checkpoints:
@@ -91,7 +89,7 @@ class Strategy:
 
         try:
             if self.convert:
-                convert(model, functional=self.functional)
+                convert(model)
             for name, entries in self.splits.items():
                 module: Any = modules[name]
                 if not isinstance(module, Split):
@@ -172,10 +170,7 @@ def reasons_for(strategy: Strategy, saved: dict[str, int]) -> list[str]:
     """A line for each thing that the strategy does: what and why. saved: bytes by module name, and by "convert"."""
     lines = []
     if strategy.convert:
-        what = "layers and functional code" if strategy.functional else "layers"
-        lines.append(
-            f"convert: {what} save less for backward ({format_bytes(saved.get('convert', 0))} less at the peak)"
-        )
+        lines.append(f"convert: less is saved for backward ({format_bytes(saved.get('convert', 0))} less at the peak)")
     for name, entries in strategy.splits.items():
         lines.append(f"splits {' x '.join(map(str, entries))}: {name}: a smaller workspace")
     for name in strategy.checkpoints:

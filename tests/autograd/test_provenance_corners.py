@@ -271,7 +271,7 @@ def test_checkpoints_inside_converted_code(device, reentrant):
         checkpointed = True
 
     torch.manual_seed(0)
-    model = pc.convert(Model().double().to(device), functional=True)
+    model = pc.convert(Model().double().to(device))
     found = []
     for checkpointed in (True, False):
         model.checkpointed = checkpointed

@@ -106,15 +106,15 @@ def test_lean(results: Results) -> None:
     pytest.importorskip("torchvision")
     data = results("lean")
     (row,) = data["floors"]
-    assert 0 < row["functional"]["held"] < row["convert"]["held"] < 0.8 * row["stock"]["held"]
-    assert 0 < data["toy"]["convert"]["peak"] < data["toy"]["stock"]["peak"]
+    assert 0 < row["convert"]["held"] < row["layers"]["held"] < 0.8 * row["stock"]["held"]
+    assert 0 < data["toy"]["layers"]["peak"] < data["toy"]["stock"]["peak"]
     assert "resnet18" in data["text"]
 
 
 def test_lean_error(results: Results) -> None:
     pytest.importorskip("torchvision")
     (row,) = results("lean_error")["rows"]
-    assert row["same_without_recompute"] and 0 < row["median"]["functional"] < 10 * row["median"]["stock"]
+    assert row["same_without_recompute"] and 0 < row["median"]["convert"] < 10 * row["median"]["stock"]
 
 
 def test_lean_speed(results: Results) -> None:

@@ -30,7 +30,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [(name, form) for name in wanted for form in whole_models.CASES[name].forms]
     assert [(row["case"], row["form"]) for row in rows] == expected
     peaks = {row["form"]: row["peak"] for row in rows if row["case"] == "unet step"}
-    assert 0 < peaks["functional"] < peaks["stock"] and peaks["plan"] < peaks["stock"]
+    assert 0 < peaks["convert"] < peaks["stock"] and peaks["plan"] < peaks["stock"]
     for row in rows:
         assert row["ms"]["least"] > 0 and ("error" in row) == (row["case"] == "unet")
         assert "error" not in row or row["error"]["rms"] < 1e-5
@@ -43,7 +43,7 @@ def test_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_blocks_are_checkpointed() -> None:
-    model, _, _ = whole_models.prepared("unet step", "functional, pc checkpoints", "tiny")
+    model, _, _ = whole_models.prepared("unet step", "convert, pc checkpoints", "tiny")
     assert isinstance(model, whole_models.UNet)
     blocks = [*model.down, *model.join]
     assert all(type(block) is not whole_models.Block for block in blocks)

@@ -355,7 +355,7 @@ def test_saved_by_policy():
 def test_save_on_cpu(convert):
     def run(model: nn.Sequential, x: Tensor) -> Tensor:
         if convert:
-            pc.convert(model, functional=True)
+            pc.convert(model)
         with torch.autograd.graph.save_on_cpu():
             return pc.checkpoint(model[3:], model[:3](x))
 

@@ -64,8 +64,8 @@ def checkpointed(model: nn.Module) -> list[str]:
 
 STEPS: dict[str, Callable[[Net], Net]] = {
     "checkpoint": lambda m: pc.checkpoint_modules(m, Block),
+    "layers": lambda m: pc.convert(m, functional=False),
     "convert": pc.convert,
-    "functional": lambda m: pc.convert(m, functional=True),
     "revert": pc.revert,
     "undo": lambda m: pc.checkpoint_modules(m, ()),
     "deepcopy": copy.deepcopy,
@@ -83,11 +83,11 @@ def test_every_order(first, second, third):
     of_interest = [step for step in steps if step in ("checkpoint", "undo")]
     on = bool(of_interest) and of_interest[-1] == "checkpoint"
     assert checkpointed(model) == (["blocks.0", "blocks.2"] if on else [])
-    conversions = [step for step in steps if step in ("convert", "functional", "revert")]
+    conversions = [step for step in steps if step in ("layers", "convert", "revert")]
     converted = bool(conversions) and conversions[-1] != "revert"
     assert isinstance(model.blocks[0].norm, pc.BatchNorm2d) == converted
     lean = [kind.__name__ for kind in type(model.blocks[0]).__mro__]
-    assert ("LeanCode" in lean) == ("functional" in _since(conversions))
+    assert ("LeanCode" in lean) == ("convert" in _since(conversions))
     if on and "LeanCode" in lean:
         assert lean.index("_Checkpointed") < lean.index("LeanCode"), "lean() is inside of the checkpoint"
     assert isinstance(model.blocks[0], Block) and list(model.state_dict()) == keys

@@ -70,7 +70,7 @@ def train(model: nn.Module, rank: int, world: int, alike: bool) -> dict[str, Ten
 
 
 def converted(rank: int, world: int, options: dict[str, bool]) -> dict[str, Tensor]:
-    model = pc.convert(of_layers(), splits=2, functional=True)
+    model = pc.convert(of_layers(), splits=2)
     assert pc.convert_report(model).converted.keys() >= {"1", "2", "2.norm", "5", "6"}
     with pc.record_paths() as records:
         state = train(nn.parallel.DistributedDataParallel(model, **options), rank, world, False)
@@ -88,7 +88,7 @@ def test_two_processes_train_as_one(option):
 def checkpointed(rank: int, world: int, way: str, options: dict[str, bool]) -> dict[str, Tensor]:
     model = Checkpointed(options.get("find_unused_parameters", False))
     if way == "modules":
-        pc.checkpoint_modules(pc.convert(model, functional=True), ("first", "second"))
+        pc.checkpoint_modules(pc.convert(model), ("first", "second"))
     else:
         model.run = pc.checkpoint
     return train(nn.parallel.DistributedDataParallel(model, **options), rank, world, True)

@@ -403,7 +403,7 @@ def test_memory(converted, amp):
     for chunks in (0, 1, 4, 16):
         model = staged(chunks)
         if converted:
-            pc.convert(model, functional=True)
+            pc.convert(model)
         pc.memory.trace(model, x, amp=amp)
         report = pc.memory.trace(model, x, amp=amp)
         predicted = pc.memory.trace(model, x, amp=amp, fake=True)

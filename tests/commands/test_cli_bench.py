@@ -61,9 +61,9 @@ class TestBench:
         assert seen
 
     def test_step(self, commands: Commands) -> None:
-        found = measured(commands, "%tiny", "--eval", "--amp", "bfloat16", "--channels-last", "--functional")
+        found = measured(commands, "%tiny", "--eval", "--amp", "bfloat16", "--channels-last")
         assert found["step"] == {
-            "eval": True, "amp": "bfloat16", "optimizer": None, "channels_last": True, "functional": True
+            "eval": True, "amp": "bfloat16", "optimizer": None, "channels_last": True
         }  # fmt: skip
         assert found["saved"] == {"stock": 0, "converted": 0}
 

@@ -105,8 +105,8 @@ class TestStep:
         assert traced(commands, "%tiny", "--amp", "float16", "--fake")["amp"] == "float16"
 
     def test_converted(self, commands: Commands) -> None:
-        saved = {word: traced(commands, "%tiny", *word.split())["saved"] for word in ("", "--convert", "--functional")}
-        assert saved["--functional"] <= saved["--convert"] < saved[""]
+        saved = {word: traced(commands, "%tiny", *word.split())["saved"] for word in ("", "--convert")}
+        assert saved["--convert"] < saved[""]
 
     def test_checkpoints(self, commands: Commands) -> None:
         stock = traced(commands, "%blocks")
@@ -251,7 +251,6 @@ class TestMistakes:
             (("%tiny", "--device", "cdua"), "did you mean cuda?"),
             (("%tiny", "--amp", "int8"), "--amp: invalid choice: 'int8'"),
             (("%tiny", "--optimizer", "adamm"), "--optimizer: invalid choice: 'adamm'"),
-            (("%tiny", "--convert", "--functional"), "--functional: not allowed with argument --convert"),
             (("%tiny", "--eval", "--optimizer", "sgd"), "expected either --eval or --optimizer"),
             (("%tiny", "--chekpoint", "1"), "unrecognized arguments: --chekpoint 1; did you mean --checkpoint"),
             (("%tiny", "--plot", "x.jpeg"), "--plot: expected a file that ends in .png, .svg, .pdf, got 'x.jpeg'"),

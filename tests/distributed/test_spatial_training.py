@@ -63,9 +63,9 @@ COMPOSED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "checkpoint of torch": (lambda: Checkpointed("torch"), nullcontext),
     "pc.checkpoint": (lambda: Checkpointed("ours"), nullcontext),
     "pc.checkpoint_modules": (modules, nullcontext),
-    "converted": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4)), functional=True), nullcontext),
+    "converted": (lambda: pc.convert(nn.Sequential(block(3, 4), block(4, 4))), nullcontext),
     "with dropout": (dropping, nullcontext),
-    "converted, with dropout": (lambda: pc.convert(dropping(), functional=True), nullcontext),
+    "converted, with dropout": (lambda: pc.convert(dropping()), nullcontext),
     "pc.lean": (lambda: nn.Sequential(block(3, 4), block(4, 4)), lean),
     "pc.lean and pc.checkpoint": (lambda: Checkpointed("ours"), lean),
     "frozen": (lambda: nn.Sequential(block(3, 4).requires_grad_(False), block(4, 4)), nullcontext),
@@ -260,7 +260,7 @@ def data_parallel(rank: int, world: int) -> list[str]:
             block(3, 4, False), nn.MaxPool2d(3, 2, 1), block(4, 4, False), nn.Conv2d(4, 3, 1)
         ).double()
         if converted:
-            pc.convert(model, functional=True)
+            pc.convert(model)
         inner = pd.spatial(copy.deepcopy(model), grid["spatial"])
         parts = DistributedDataParallel(inner, process_group=grid.get_group("data"))
         results = []
@@ -324,7 +324,7 @@ def kept(rank: int, world: int) -> dict[str, int]:
             layers += [nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()]
         model = nn.Sequential(*layers)
         if name != "stock":
-            pc.convert(model, functional=True)
+            pc.convert(model)
         if "one" not in name:
             pd.spatial(model, mesh)
         image = torch.randn(1, 4, 64, 64).requires_grad_()

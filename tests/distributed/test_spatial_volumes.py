@@ -83,7 +83,7 @@ VOLUMES: Cases = {
         memory_format=torch.channels_last_3d), SHAPE),
     "converted": (lambda: pc.convert(nn.Sequential(
         conv(), nn.BatchNorm3d(4), nn.ReLU(), nn.MaxPool3d(2, 1), nn.ConvTranspose3d(4, 4, 2, 2), nn.Dropout3d(0.3),
-        nn.Upsample(scale_factor=2), conv(5), nn.GroupNorm(2, 4), nn.SiLU()), functional=True), (1, 4, 6, 5, 6)),
+        nn.Upsample(scale_factor=2), conv(5), nn.GroupNorm(2, 4), nn.SiLU())), (1, 4, 6, 5, 6)),
 }  # fmt: skip
 
 SIGNALS: Cases = {

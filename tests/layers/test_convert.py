@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections import OrderedDict
 from functools import partial
 
@@ -175,13 +176,34 @@ def test_subclasses_with_their_own_forward_are_left_alone_and_reported(device):
     x = image(device)
     expected = model(x)
     with pytest.warns(UserWarning, match=r"left 2 convolutions alone: 0: OwnForward .*; 1: OwnInnerForward "):
-        pc.convert(model, splits=2)
+        pc.convert(model, splits=2, functional=False)
     assert [type(m) for m in model] == [OwnForward, OwnInnerForward, pc.Conv2d, pc.ReLU]
     torch.testing.assert_close(model(x), expected)
     text = str(pc.convert_report(model))
     assert "  0: left alone: OwnForward computes its forward itself" in text
     assert "  1: left alone: OwnInnerForward computes its forward itself" in text
     assert "  2: Conv2d" in text
+
+
+def test_what_subclasses_compute_themselves_is_converted_as_functional_code():
+    model = nn.Sequential(OwnForward(3, 4, 3), OwnInnerForward(4, 4, 3), OwnSplits(4, 2, 3)).double()
+    x = image().double()
+    expected = model(x)
+    with pytest.warns(
+        UserWarning, match=r"convert gave no splits to convolutions with a forward of their own: 0, 1, 2$"
+    ):
+        pc.convert(model, splits=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pc.convert(model)
+    assert pc.convert_report(model).converted == {"0": "OwnForward", "1": "OwnInnerForward", "2": "OwnSplits"}
+    torch.testing.assert_close(model(x), expected)
+    for module in model:
+        with pc.workspace_limit(2**16), pc.record_paths() as paths:
+            big = torch.randn(1, module.in_channels, 128, 128, dtype=torch.float64)
+            y = module(big)
+        assert paths[-1]["path"] == "tiled"
+        torch.testing.assert_close(pc.revert(module)(big), y)
 
 
 def test_a_subclass_that_changes_nothing_keeps_its_type():
@@ -364,7 +386,7 @@ def test_a_subclass_with_splits_of_its_own_is_left_alone(kind):
     before = model[0].splits
     reason = f"{kind.__name__} has an attribute named splits of its own"
     with pytest.warns(UserWarning, match=f"left 1 convolution alone: 0: {reason}"):
-        pc.convert(model, splits=2)
+        pc.convert(model, splits=2, functional=False)
     assert type(model[0]) is kind and model[0].splits is before and type(model[1]) is pc.Conv2d
     assert pc.convert_report(model).left == {"0": reason}
     pc.revert(model)

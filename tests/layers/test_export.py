@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +41,7 @@ def converted(name: str, **options: Any) -> tuple[nn.Module, Tensor, Tensor]:
     model, x = MODELS[name]().eval(), torch.randn(2, 3, 33, 40)
     with torch.no_grad():
         expected = model(x)
-    return pc.convert(model, functional=True, **options), x, expected
+    return pc.convert(model, **options), x, expected
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,29 +107,54 @@ class Scaled(nn.Module):
         return torch.relu(y) if relu else y
 
 
+class ByName(Scaled):
+    """With arguments that have no place, which torch.fx gives places."""
+
+    def forward(self, x: Tensor, *, scale: float = 2.0, relu: bool = True) -> Tensor:
+        return super().forward(x, scale, relu)
+
+
 KINDS = {
-    "converted": lambda model: pc.convert(model, functional=True),
+    "converted": pc.convert,
     "checkpointed": lambda model: pc.checkpoint_modules(model, ""),
-    "both": lambda model: pc.checkpoint_modules(pc.convert(model, functional=True), ""),
+    "both": lambda model: pc.checkpoint_modules(pc.convert(model), ""),
     "tiled": lambda model: pc.tile_modules(model),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_signatures_stay(kind: str) -> None:
-    model = KINDS[kind](Scaled())
-    assert inspect.signature(model.forward) == inspect.signature(Scaled().forward)
-    assert inspect.getsource(type(model).forward) == inspect.getsource(Scaled.forward)
-    assert model.forward.__name__ == "forward" and type(model).forward is not Scaled.forward
+@pytest.mark.parametrize("cls", [Scaled, ByName])
+def test_signatures_stay(kind: str, cls: type[Scaled]) -> None:
+    model = KINDS[kind](cls())
+    assert inspect.signature(model.forward) == inspect.signature(cls().forward)
+    assert inspect.getsource(type(model).forward) == inspect.getsource(cls.forward)
+    assert model.forward.__name__ == "forward" and type(model).forward is not cls.forward
 
 
 @pytest.mark.parametrize("kind", ["converted"])
-def test_fx_finds_the_arguments(kind: str) -> None:
+@pytest.mark.parametrize("cls", [Scaled, ByName])
+def test_fx_finds_the_arguments(kind: str, cls: type[Scaled]) -> None:
     torch.manual_seed(0)
-    model, x = KINDS[kind](Scaled()), torch.randn(2, 3, 9, 8)
+    model, x = KINDS[kind](cls()), torch.randn(2, 3, 9, 8)
     graph = torch.fx.symbolic_trace(model, concrete_args={"relu": True})
     assert [node.target for node in graph.graph.nodes if node.op == "placeholder"][:2] == ["x", "scale"]
-    assert torch.equal(graph(x, 3.0), model(x, 3.0))
+    assert torch.equal(graph(x, scale=3.0), model(x, scale=3.0))
+    assert torch.equal(graph(x), cls.forward(model, x))
+
+
+def test_a_graph_module_keeps_its_class() -> None:
+    """torch.fx writes the class of each graph module anew when its graph changes."""
+    torch.manual_seed(0)
+    graph, x = torch.fx.symbolic_trace(Scaled(), concrete_args={"relu": True}), torch.randn(2, 3, 9, 8)
+    model = pc.convert(nn.Sequential(graph, nn.ReLU()))
+    assert type(graph.conv) is pc.Conv2d and "with patchconv_native.lean()" in str(pc.convert_report(model))
+    for node in list(graph.graph.nodes):
+        if node.target is torch.relu:
+            node.target = torch.sigmoid
+    graph.recompile()
+    expected = torch.sigmoid(graph.conv(x) * 2.0)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(pc.revert(copy.deepcopy(model))(x), expected)
 
 
 @pytest.mark.parametrize("kind", ["converted", "checkpointed"])

@@ -1,4 +1,4 @@
-"""`lean()` and convert(functional=True): functional code saves less, computes the same, and is left as it was after."""
+"""`lean()` and convert: functional code saves less, computes the same, and is left as it was after."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_mistaken_arguments():
 
 def test_convert_functional_and_back():
     stock = nn.Sequential(Block(), Block(), nn.Conv2d(4, 2, 1)).double()
-    model = pc.convert(copy.deepcopy(stock), functional=True)
+    model = pc.convert(copy.deepcopy(stock))
     assert isinstance(model[0], Block) and "Block" in str(pc.convert_report(model))
     x = image()
     torch.testing.assert_close(graded(model, x), graded(stock, x), rtol=1e-9, atol=1e-9)
@@ -238,9 +238,16 @@ def test_convert_functional_and_back():
     assert type(model[0]) is Block and "patchconv" not in model[0](x).grad_fn.name()
 
 
+def test_scripts_and_traces_of_a_converted_model():
+    model, x = pc.convert(nn.Sequential(Block(), Block())).double().eval(), image()
+    for made in (torch.jit.script(model), torch.jit.trace(model, x)):
+        torch.testing.assert_close(made(x), model(x))
+    assert "patchconv" not in torch.jit.script(pc.revert(model)).code
+
+
 def test_residual_sums_are_made_again():
     """The sum in front of a block is not kept where batch norm and the sum before it give it."""
-    model = pc.convert(nn.Sequential(*(Block() for _ in range(3))), functional=True).double()
+    model = pc.convert(nn.Sequential(*(Block() for _ in range(3)))).double()
     x = image()
     seen = []
     for block in model:
@@ -253,7 +260,7 @@ def test_residual_sums_are_made_again():
 def test_checkpointed_blocks_recompute_as_they_ran():
     from torch.utils.checkpoint import checkpoint
 
-    model = pc.convert(nn.Sequential(Block(), Block()), functional=True).double()
+    model = pc.convert(nn.Sequential(Block(), Block())).double()
     x = image()
     want = graded(model, x)[1:]
     y = checkpoint(model[1], checkpoint(model[0], x, use_reentrant=False), use_reentrant=False)
@@ -267,3 +274,28 @@ def test_in_place_behind_a_layer_that_cannot_be_made_again():
     ours = pc.convert(copy.deepcopy(stock))
     x = image()
     torch.testing.assert_close(graded(ours, x), graded(stock, x))
+
+
+class Outer(nn.Module):
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        block = Block()
+        self.first, self.last = block, Block()
+        if compiled:
+            self.first = torch.compile(block, backend="aot_eager", fullgraph=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.last(F.relu(self.first(x))))
+
+
+def test_a_part_that_is_compiled():
+    """Its graph is stock's, without breaks, and is not made again at the next call."""
+    torch.manual_seed(0)
+    stock = Outer(False).double()
+    torch.manual_seed(0)
+    model, x = pc.convert(Outer(True)).double(), image()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        torch.testing.assert_close(graded(model, x), graded(stock, x), rtol=1e-9, atol=1e-9)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert model.last(x).grad_fn.name() == "patchconv::ReluBackward"

@@ -242,7 +242,7 @@ def check_double(trial: Trial, ours: Values) -> None:
 
 def converted(model: nn.Module, functional: bool) -> nn.Module:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "patchconv_native.convert left")
+        warnings.filterwarnings("ignore", "patchconv_native.convert (left|gave)")
         model = pc.convert(copy.deepcopy(model), splits=SPLITS, functional=functional)
     assert pc.convert_report(model).converted, "nothing was converted"
     return model

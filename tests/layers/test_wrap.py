@@ -60,7 +60,7 @@ def all_orders(rank: int, world: int) -> list[str]:
         "spatial": lambda m: pd.spatial(m, mesh),
         "checkpoint": lambda m: pc.checkpoint_modules(m, (Attention, nn.SyncBatchNorm)),
         "microbatch": lambda m: pc.microbatch_modules(m, Attention, 2),
-        "convert": lambda m: pc.convert(m, functional=True),
+        "convert": pc.convert,
     }
     wrong = []
     for order in itertools.permutations(steps):
@@ -108,7 +108,7 @@ def test_gathered_modules_whose_class_cannot_change() -> None:
 def test_a_plan_over_micro_batches() -> None:
     """A plan takes off what it has put on, and nothing else."""
     expected = outcome(network())
-    strategy = Strategy(convert=True, functional=True, checkpoints=["2"])
+    strategy = Strategy(convert=True, checkpoints=["2"])
     model = pc.microbatch_modules(network(), "2", 2)
     undo = strategy.apply(model)
     assert names(model[2]) == ["LeanCode", "_Microbatched", "_Checkpointed"]
@@ -135,7 +135,7 @@ def test_a_plan_is_made_for_micro_batches() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(copied: Any) -> None:
-    model = pc.convert(Attention(), functional=True)
+    model = pc.convert(Attention())
     pc.checkpoint_modules(pc.microbatch_modules(model, "", 2), "")
     other = copied(model)
     assert type(other) is type(model) and names(other) == ["LeanCode", "_Microbatched", "_Checkpointed"]
@@ -154,11 +154,11 @@ def test_a_class_derived_from_a_wrapped_one() -> None:
 
 def test_a_class_derived_from_a_converted_one() -> None:
     """FSDP derives one from the class of each module that it shards."""
-    model = pc.convert(nn.Sequential(nn.Conv2d(3, 3, 1), Attention()), functional=True)
+    model = pc.convert(nn.Sequential(nn.Conv2d(3, 3, 1), Attention()))
     model[1].__class__ = type("Derived", (type(model[1]),), {})
     assert "1" in pc.convert_report(model).converted
     assert type(copy.deepcopy(model)[1]) is type(model[1])
-    pc.convert(model, functional=True)
+    pc.convert(model)
     before = [type(module) for module in model.modules()]
     with pytest.raises(TypeError, match=r"^revert: Derived is a subclass of a converted class and has no plain form$"):
         pc.revert(model)
@@ -181,3 +181,22 @@ def test_a_forward_that_somebody_wraps_later() -> None:
     model[0].forward = outer
     torch.testing.assert_close(model(torch.ones(4, 3, 8, 8)), expected)
     assert calls == [4]
+
+
+def test_hooks_of_subclasses_hear_of_derived_classes_alone() -> None:
+    """Registries list the classes that somebody wrote."""
+    heard: list[type] = []
+
+    class Listed(nn.Module):
+        def __init_subclass__(cls, *, listed: bool = True) -> None:
+            super().__init_subclass__()
+            heard.append(cls)
+
+    class Net(Listed, listed=True):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x)
+
+    model = pc.checkpoint_modules(pc.convert(Net()), "")
+    assert heard == [Net] and names(model) == ["LeanCode", "_Checkpointed"]
+    Derived = type("Derived", (type(model),), {})
+    assert heard == [Net, Derived]

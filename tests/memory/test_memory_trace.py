@@ -47,10 +47,10 @@ def residual(blocks: int = 3, channels: int = 16) -> nn.Sequential:
 
 FORMS: dict[str, Any] = {
     "stock": lambda model: model,
+    "layers": lambda model: pc.convert(model, functional=False),
     "convert": pc.convert,
-    "functional": lambda model: pc.convert(model, functional=True),
     "checkpoints": lambda model: pc.checkpoint_modules(model, Block),
-    "functional, checkpoints": lambda model: pc.convert(pc.checkpoint_modules(model, Block), functional=True),
+    "convert, checkpoints": lambda model: pc.convert(pc.checkpoint_modules(model, Block)),
 }
 
 
@@ -67,7 +67,7 @@ def test_watching_changes_nothing(form: str) -> None:
     assert report.static == total([x, *model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("form", ["stock", "convert", "functional"])
+@pytest.mark.parametrize("form", ["stock", "layers", "convert"])
 def test_saved_bytes_are_those_of_hooks(form: str) -> None:
     model, x = FORMS[form](residual()), torch.randn(2, 3, 40, 40)
     want = saved_bytes(lambda: model(x), (*model.parameters(), *model.buffers()))
@@ -123,7 +123,7 @@ def test_a_module_that_is_called_twice() -> None:
 def test_what_a_checkpoint_runs_again_is_told_apart(functional: bool) -> None:
     model = pc.checkpoint_modules(residual(), Block)
     if functional:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     report = trace(model, torch.randn(2, 3, 32, 32))
     phases = [s.phase for s in report.module("3.conv1").stretches]
     assert phases.count("forward") == 1 and phases.count("recompute") == 1 and phases.count("backward") >= 1
@@ -137,7 +137,7 @@ def test_nested_checkpoints_of_lean_code() -> None:
     want = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     outer = nn.Sequential(model[:3], nn.Sequential(*model[3:5]), model[5:])
     pc.checkpoint_modules(outer, lambda name, module: name == "1" or isinstance(module, Block))
-    pc.convert(outer, functional=True)
+    pc.convert(outer)
     torch.testing.assert_close(torch.autograd.grad(outer(x).sum(), list(model.parameters())), want)
 
 
@@ -273,7 +273,7 @@ def both(form: str, model: nn.Module, x: Tensor, last: bool, **step: Any) -> lis
     return [real.trace, fake.trace]
 
 
-@pytest.mark.parametrize("form", ["stock", "convert", "functional"])
+@pytest.mark.parametrize("form", ["stock", "layers", "convert"])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_predictions(name: str, last: bool, form: str) -> None:
@@ -284,10 +284,10 @@ def test_predictions(name: str, last: bool, form: str) -> None:
 
 
 TORCHVISION = [
-    ("resnet18", "stock", False), ("resnet18", "functional", True), ("vgg11_bn", "convert", False),
-    ("densenet121", "functional", False), ("mobilenet_v2", "convert", True), ("convnext_tiny", "stock", False),
-    ("mnasnet1_0", "functional", True), ("efficientnet_b0", "functional", False), ("squeezenet1_1", "stock", True),
-    ("resnext50_32x4d", "stock", False), ("shufflenet_v2_x1_0", "convert", False), ("swin_t", "convert", False),
+    ("resnet18", "stock", False), ("resnet18", "convert", True), ("vgg11_bn", "layers", False),
+    ("densenet121", "convert", False), ("mobilenet_v2", "layers", True), ("convnext_tiny", "stock", False),
+    ("mnasnet1_0", "convert", True), ("efficientnet_b0", "convert", False), ("squeezenet1_1", "stock", True),
+    ("resnext50_32x4d", "stock", False), ("shufflenet_v2_x1_0", "layers", False), ("swin_t", "layers", False),
 ]  # fmt: skip
 
 

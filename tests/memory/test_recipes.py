@@ -69,7 +69,7 @@ def test_of_training_steps(name, last, asked_again):
         model, x = (one.to(memory_format=torch.channels_last) for one in (model, x))
     for converted in (False, True):
         if converted:
-            pc.convert(model, functional=True)
+            pc.convert(model)
         pc.memory.trace(model, x, fake=True)
         if FULL:
             pc.memory.trace(model, x, fake=True, amp=torch.bfloat16)

@@ -140,7 +140,7 @@ class Listed(nn.Module):
 
 def test_checkpoints_inside_of_a_module_list() -> None:
     model, x = Listed(), torch.randn(2, 3, 64, 64)
-    lean = trace(pc.convert(copy.deepcopy(model), functional=True), x, fake=True).peak
+    lean = trace(pc.convert(copy.deepcopy(model)), x, fake=True).peak
     plan = pc.plan(model, x, budget=int(0.85 * lean), tiles=False)
     assert plan.strategy.checkpoints and all(name.startswith("blocks.") for name in plan.strategy.checkpoints)
 

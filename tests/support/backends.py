@@ -226,7 +226,7 @@ class Step:
     def __init__(self, device: str, p: float = 0.0, lr: float = 0.1, convert: bool = True) -> None:
         torch.manual_seed(43)
         model = Small(p).to(device).train()
-        self.model = pc.convert(model, functional=True) if convert else model
+        self.model = pc.convert(model) if convert else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr, momentum=0.9)
         self.x = torch.zeros(4, 3, 18, 22, device=device)
         self.target = torch.zeros(4, dtype=torch.int64, device=device)

@@ -160,7 +160,7 @@ def chain(seed: int, ranks: int, dims: str) -> tuple[nn.Module, Tensor]:
         layers.append(nn.Linear(channels, 3).double())
     layers.train(r.random() < 0.8)
     if r.random() < 0.5:
-        pc.convert(layers, functional=True)
+        pc.convert(layers)
     return layers, image
 
 

@@ -139,7 +139,7 @@ def test_whole_models_keep_their_budget_and_the_numbers(name: str, converted: bo
     model, x, budget = made(name)
     stock_peak = allocated_peak(lambda: model(x))
     if converted:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     found: list[Tensor] = []
     peak = allocated_peak(lambda: found.append(pc.tile(model, x, budget=budget))) - found[0].nbytes
     room = int(budget.removesuffix("MiB")) * 2**20

@@ -100,7 +100,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: of_torchvision("resnet18"), "unet": lambda: UNet((4, 8, 16)),
     "swin": lambda: of_torchvision("swin_t").eval(),
     "mobilenet": lambda: of_torchvision("mobilenet_v3_small").eval(),
-    "converted": lambda: pc.convert(UNet((4, 8, 16)), functional=True),
+    "converted": lambda: pc.convert(UNet((4, 8, 16))),
 }  # fmt: skip
 
 

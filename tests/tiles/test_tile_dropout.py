@@ -36,7 +36,7 @@ def test_masks_depend_on_the_seed_and_the_place_alone(name: str) -> None:
     for rows in (1, 2, 7):
         assert torch.equal(drawn(net, tile=rows), want)
     assert torch.equal(drawn(net, X.contiguous(memory_format=torch.channels_last), tile=5), want)
-    assert torch.equal(drawn(pc.convert(net, functional=True), tile=3), want)
+    assert torch.equal(drawn(pc.convert(net), tile=3), want)
     assert not torch.equal(drawn(net, seed=1), want)
 
 

@@ -166,7 +166,7 @@ def test_models_of_our_own(name: str, converted: bool) -> None:
     torch.manual_seed(0)
     model = set_up(make())
     if converted:
-        pc.convert(model, functional=True)
+        pc.convert(model)
     as_one_call(model, (structured(shape),), 3)
 
 

@@ -46,10 +46,10 @@ X = torch.randn(1, 3, 300, 64, generator=torch.Generator().manual_seed(1))
 def test_in_place_and_undone(net: Net, convert: str) -> None:
     want, classes = net(X), [type(m) for m in net.modules()]
     if convert == "before":
-        pc.convert(net, functional=True)
+        pc.convert(net)
     assert pc.tile_modules(net, {"body": "600KiB", "head": "600KiB"}) is net
     if convert == "after":
-        pc.convert(net, functional=True)
+        pc.convert(net)
     assert isinstance(net.body, nn.Sequential) and list(net.state_dict()) == list(Net().state_dict())
     torch.testing.assert_close(net(X), want)
     assert len(tiled._plans[net.body]) == 1 and tiled._plans[net.body].popitem()[1][0].sweeps[0].strips > 4

@@ -47,7 +47,7 @@ def loss(net: nn.Module, x: Tensor) -> Tensor:
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "in training": Net,
-    "converted": lambda: pc.convert(Net(), functional=True),
+    "converted": lambda: pc.convert(Net()),
     "in eval": lambda: Net().eval(),
     "folded norms": lambda: nn.Sequential(block(3, 8), *[block(8, 8) for _ in range(4)]).eval(),
     "group norms": lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(2, 8), nn.SiLU(), conv(8, 8, stride=2), conv(8, 3)),
