@@ -60,18 +60,18 @@ TIMM = [*model_zoo.TIMM.values(), *model_zoo.TIMM_MORE]
 EVERY = [*model_zoo.TORCHVISION, *map(model_zoo.timm_case, TIMM), *model_zoo.DIFFUSERS]
 CASES = [case for case in EVERY if ALL or case.name in {f"torchvision/{name}" for name in FAST.split()}]
 
-FUNCTIONAL = "resnet18 densenet121 googlenet shufflenet_v2_x0_5 mobilenet_v3_small convnext_tiny swin_t raft_small"
+LAYERS = "alexnet vgg11_bn resnext50_32x4d squeezenet1_1 mobilenet_v2 efficientnet_b0 r3d_18 mvit"
 EVAL = "mobilenet_v3_small fasterrcnn_mobilenet_v3_large_320_fpn"
 
 
 def modes(case: Case) -> tuple[str, ...]:
     name = case.name.partition("/")[2]
     if ALL:
-        return ("train", "eval", "functional")
-    functional = ("functional",) if name in FUNCTIONAL.split() else ()
+        return ("train", "eval", "layers")
+    layers = name in LAYERS.split()
     if FULL:
-        return ("train", "eval", *functional)
-    return (*(functional or ("train",)), *(("eval",) if name in EVAL.split() else ()))
+        return ("train", "eval", *(["layers"] * layers))
+    return ("layers" if layers else "train", *(["eval"] * (name in EVAL.split())))
 
 
 Values = dict[str, Tensor]
@@ -273,14 +273,14 @@ def check_revert(stock: nn.Module, ours: nn.Module, inputs: Inputs) -> None:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_model(case: Case, mode: str) -> None:
-    """functional: in training mode, functional code converted too."""
+    """layers: in training mode, without functional code."""
     start = time.perf_counter(), time.process_time()
     torch.manual_seed(0)
     whole = ALL or FULL
     model = without_chance((case.make if whole else model_zoo.SMALL.get(case.name, case.make))()).train(mode != "eval")
     if not whole:
         model_zoo.shorten(model)
-    functional = mode == "functional"
+    functional = mode != "layers"
     wrong: dict[str, str] = {}
     judges: Counter[str] = Counter()
     for seed in range(SEEDS):
