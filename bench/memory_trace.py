@@ -2,8 +2,9 @@
 
 Overhead: a step that trace watches against the same step unwatched, in turn: its time on the trace's clock, and the
 time of the whole call, which also copies what a step changes, collects garbage and makes the report. Predictions: the
-peak of a step with fake tensors in units of the measured one, over models, forms and layouts. Plans: what they promise,
-peak and time, and what the model then does. On the CPU, each model in a process of its own.
+peak of a step with fake tensors in units of the measured one, over models, forms and layouts, and over single
+convolutions of sizes drawn by lot. Plans: what they promise, peak and time, and what the model then does. On the CPU,
+each model in a process of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import statistics
 import sys
 import time
@@ -42,10 +44,19 @@ PREDICTED = {
 }  # fmt: skip
 # Model, and budget in units of the peak that is predicted for it as it is.
 PLANNED = {
-    "full": (("resnet18", 0.8), ("resnet50", 0.6), ("mobilenet_v2", 0.5), ("densenet121", 0.3)),
+    "full": (
+        ("resnet18", 0.8), ("resnet18", 0.4), ("resnet50", 0.6), ("mobilenet_v2", 0.5), ("densenet121", 0.3),
+        ("vgg11_bn", 0.5), ("efficientnet_b0", 0.35), ("convnext_tiny", 0.45),
+    ),
     "small": (("resnet18", 0.8),),
     "tiny": (("squeezenet1_1", 0.8), ("squeezenet1_1", 0.01)),
-}
+}  # fmt: skip
+# What single convolutions are drawn from, and how many are.
+CONVS = {
+    "ins": (1, 3, 8, 16, 24, 32, 64, 96), "outs": (8, 24, 32, 64, 96), "kernel": (1, 3, 5, 7), "stride": (1, 2),
+    "side": (28, 56, 112), "batch": (1, 4), "layout": tuple(LAYOUTS), "input_trained": (False, True),
+}  # fmt: skip
+DRAWN = {"full": 200, "small": 20, "tiny": 4}
 PLANNED_BATCH = {"full": 8, "small": 2, "tiny": 2}
 SIDES = {"full": 224, "small": 96, "tiny": 64}
 SECONDS = {"full": 8.0, "small": 2.0, "tiny": 0.1}
@@ -114,6 +125,19 @@ def predictions(name: str, batch: int, side: int) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def convolutions(count: int) -> dict[str, Any]:
+    """Measured and predicted peaks of a step of one convolution."""
+    draw, rows = random.Random(0), []
+    for _ in range(count):
+        drawn = {name: draw.choice(values) for name, values in CONVS.items()}
+        ins, outs, kernel, stride, side, batch, layout, input_trained = drawn.values()
+        model = nn.Conv2d(ins, outs, kernel, stride, kernel // 2).to(memory_format=LAYOUTS[layout])
+        x = torch.randn(batch, ins, side, side).to(memory_format=LAYOUTS[layout]).requires_grad_(input_trained)
+        real, fake = traced(model, x), traced(model, x, fake=True)
+        rows.append(drawn | {"peak": real.peak, "predicted": fake.peak, "ratio": fake.peak / real.peak})
+    return {"rows": rows}
+
+
 def planned(name: str, share: float, batch: int, side: int, seconds: float) -> dict[str, Any]:
     """What a plan for a share of the model's own peak promises, and what comes of it."""
     model, x = network(name), torch.randn(batch, 3, side, side)
@@ -144,14 +168,16 @@ def planned(name: str, share: float, batch: int, side: int, seconds: float) -> d
 def measure_all(size: str, budget: float) -> dict[str, Any]:
     """Each part begins nothing more when its third of `budget` seconds is over; what is left out is named."""
     side, seconds = SIDES[size], SECONDS[size]
-    data = measure.report_head("memory_trace", size) | {
-        "targets": TARGETS, "side": side, "batch": 2, "rows": [], "predictions": [], "plans": [], "missing": [],
-    }  # fmt: skip
 
     def run(target: str, **arguments: Any) -> dict[str, Any]:
         if size == "tiny":  # a trial has no time for processes
             return globals()[target](**arguments)
         return measure.in_fresh_process(f"bench.memory_trace:{target}", 600, **arguments)
+
+    data = measure.report_head("memory_trace", size) | {
+        "targets": TARGETS, "side": side, "batch": 2, "rows": [], "predictions": [], "plans": [], "missing": [],
+        "convolutions": run("convolutions", count=DRAWN[size])["rows"],
+    }  # fmt: skip
 
     def within(what: str, cases: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         start = time.perf_counter()

@@ -34,6 +34,7 @@ def sections(data: dict[str, Any]) -> Iterator[Section]:
         "What watching costs",
     )  # fmt: skip
     yield _predictions(data)
+    yield _convolutions(data)
     yield Section(
         "`pc.plan` for a budget in units of the peak that is predicted for the model as it is; time is of a step, in "
         "units of that of the model as it is, estimated by the plan and measured in turn. A plan keeps 3 % below its "
@@ -81,6 +82,25 @@ def _predictions(data: dict[str, Any]) -> Section:
         lines.append([name, *cells, f"{statistics.median(away):.2%}", f"{max(away):.2%}"])
     heads = [f"{FORMS[form]}, {layout}" for form, layout in cases]
     return Section(text, ["model", *heads, "median deviation", "worst"], lines, "Predictions")
+
+
+def _convolutions(data: dict[str, Any]) -> Section:
+    rows, target = data["convolutions"], data["targets"]["prediction"]
+    ratios = [row["ratio"] for row in rows]
+    off = sorted(rows, key=lambda row: abs(row["ratio"] - 1), reverse=True)
+    over = [row for row in off if abs(row["ratio"] - 1) > target]
+    text = (
+        f"A training step of one convolution, drawn by lot, predicted in units of measured (parameters and input "
+        f"included): {len(rows)} cases, {min(ratios):.3f} to {max(ratios):.3f}, off by "
+        f"{statistics.median(abs(ratio - 1) for ratio in ratios):.2%} in the median; {len(over)} by more than the "
+        f"target of {target:.0%}. "
+    )
+    text += "These:" if over else "The farthest off:"
+    names = list(rows[0])[:-3]
+    lines = [
+        [*(str(row[name]) for name in names), mib(row["peak"], 2), f"{row['ratio']:.3f}"] for row in over or off[:3]
+    ]
+    return Section(text, [*names, "measured, MiB", "predicted, of measured"], lines, "Predictions of one convolution")
 
 
 def _cases(rows: Rows) -> str:

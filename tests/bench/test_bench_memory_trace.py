@@ -30,16 +30,19 @@ def test_it_runs(results: Callable[..., dict[str, Any]]) -> None:
     for row in data["plans"]:
         assert row["predicted"] == pytest.approx(row["peak"], rel=0.05) and row["peak"] < row["stock_peak"]
         assert row["ratio"]["plan"]["least"] > 0
+    assert len(data["convolutions"]) == memory_trace.DRAWN["tiny"]
     assert not data["plans"][-1]["fits"] and not data["plans"][-1]["kept"]
     # Losses are in the tables.
     data["rows"][0]["met"] = False
     data["predictions"][0] |= {"ratio": 0.8, "same_saved": False}
+    data["convolutions"][1]["ratio"] = 1.0625
     data["plans"][0] |= {"fits": True, "kept": False}
     text = report.markdown(data)
     assert "| FAIL |" in text and "| NO |" in text and "wrong in 1 cases" in text
     assert "20.00% at worst; 1 by more than the target of 5% (squeezenet1_1, stock, NCHW: 0.800)" in text
+    assert "1 by more than the target of 5%. These:" in text and "| 1.062 |" in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## What watching costs", "## Predictions", "## Plans",
+        "## What watching costs", "## Predictions", "## Predictions of one convolution", "## Plans",
     ]  # fmt: skip
 
 
