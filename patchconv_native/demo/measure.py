@@ -9,6 +9,7 @@ peak is exact. The process must do nothing else at the time.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import statistics
@@ -142,6 +143,7 @@ def measure(
     `watch` now and then with the bytes in use.
     """
     meter.synchronize()
+    gc.collect()  # what is freed while the work runs would hide memory that it takes
     meter.trim()
     meter.reset_peak()
     before = meter.now()

@@ -13,6 +13,8 @@ from support.conv_kernels import MODES, PASSES, Problem, case, check_all, check_
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 BOUND = {FLOAT: 2e-6, HALF: 1.5e-3, BFLOAT: 1.2e-2}
 # Types, and whether float32 is computed strictly: by three products of tf32, or by one.

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_kernels = pytest.mark.skipif(not pc.build_info()["cuda"], reason="this build has no CUDA kernels")
 

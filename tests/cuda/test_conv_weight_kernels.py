@@ -15,6 +15,8 @@ from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from torch import Tensor
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 KINDS = [(torch.float16, False), (torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 ops = torch.ops.patchconv
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 

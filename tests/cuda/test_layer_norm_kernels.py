@@ -9,6 +9,8 @@ from support import kernels
 from support.kernels import Call, Memory, off
 from torch import Tensor
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 EPS = 1e-5
 # Rows and columns: of a warp, of a block, of several steps, odd and not, one column, more rows than a block has teams.

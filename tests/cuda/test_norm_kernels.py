@@ -19,6 +19,8 @@ from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
 
+pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
+
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = pytest.mark.parametrize("dtype", TYPES, ids=lambda d: str(d)[6:])
 LAYOUTS = pytest.mark.parametrize("channels_last", [False, True], ids=["planes", "channels_last"])
