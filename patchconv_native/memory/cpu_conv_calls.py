@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 BLOCK = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 """Channels in a block of oneDNN's layouts."""
+AT_ONCE = 28 if BLOCK == 16 else 3
+"""Places of a row that oneDNN's direct kernels take at once, at most."""
 PAGE = 4096
 """What oneDNN rounds its scratch memory up to: bytes, and also elements."""
 BOOKING = 128
@@ -91,7 +93,9 @@ class Conv:
             return False
         if any(pad >= reach for pad, reach in zip(self.padding, self.reach, strict=True)):
             return True
-        return self.taps > 1 and self.padding[-1] > min(self.output[-1], 28)
+        if BLOCK < 16 and self.weight[-1] > 7 and self.strided and max(self.padding[-2:]) > 0:
+            return True
+        return self.taps > 1 and self.padding[-1] > min(self.output[-1], AT_ONCE)
 
     def turned(self) -> Conv:
         """The convolution from this one's result to its input, which computes the gradient of that."""

@@ -97,7 +97,7 @@ def of_weight(conv: Conv, bias: bool) -> int:
         shares = threads if conv.last else min(max(1, threads // min(-(-conv.groups // BLOCK), threads)), batch)
         more = 4 * (shares - 1 + half) * (weights + conv.groups * bias) + 2 * BOOKING
     elif _directly(conv):
-        few = conv.groups == 1 and given < BLOCK and not _pointwise(conv)
+        few = _few(conv)
         weights = conv.groups * conv.taps * (given if few else up(given, BLOCK)) * up(made, BLOCK)
         if half and _pointwise(conv):
             more = bfloat16.pointwise(conv, weights, _shares(conv, few), bias)
@@ -146,6 +146,12 @@ def _pointwise(conv: Conv) -> bool:
     return alone and whole and not (conv.strided and len(conv.input) == 5)
 
 
+def _few(conv: Conv) -> bool:
+    """Whether oneDNN's direct kernel of the weight's gradient reads an NCHW input as it is."""
+    served = conv.channels[0] < BLOCK if BLOCK == 16 else conv.channels[0] == 3
+    return served and conv.groups == 1 and not _pointwise(conv)
+
+
 def _by_depthwise(conv: Conv) -> bool:
     """Whether oneDNN's own kernel for depthwise convolutions takes the weight's gradient."""
     if not conv.depthwise or len(conv.input) != 4 or conv.dilated or conv.weight[-1] > 3:
@@ -159,12 +165,15 @@ def _directly(conv: Conv) -> bool:
     given, made = conv.channels
     if not conv.last and conv.groups > 1 and (given % BLOCK or made % BLOCK):
         return False
-    few = conv.groups == 1 and given < BLOCK and not _pointwise(conv)
-    narrow = few and not conv.last and given >= HALF // 2  # oneDNN has kernels for narrower vectors that come first
+    few = _few(conv)
+    # With AVX-512 oneDNN has kernels for narrower vectors that come first.
+    narrow = few and not conv.last and HALF // 2 <= given and BLOCK == 16
     if conv.dtype == torch.bfloat16:
         if few and not (conv.last and given > 1) and not bfloat16.by_image_of_few(conv):
             return False
     elif narrow:
+        return False
+    if BLOCK < 16 and not _served_without_avx512(conv):
         return False
     steps = list(zip(conv.stride, conv.dilation, strict=True))[:-1]
     if any(stride > 1 < dilation for stride, dilation in steps) or (len(conv.input) == 5 and conv.dilation[0] > 1):
@@ -178,13 +187,18 @@ def _directly(conv: Conv) -> bool:
 
 def _in_narrow_blocks(conv: Conv) -> bool:
     """Whether oneDNN's kernel for narrower vectors takes the weight's gradient."""
-    if conv.last or conv.dilated or (conv.groups > 1 and any(one % HALF for one in conv.channels)):
+    if conv.last or BLOCK < 16 or (conv.groups > 1 and any(one % HALF for one in conv.channels)):
         return False
+    return conv.channels[0] != 3 and _served_without_avx512(conv)
+
+
+def _served_without_avx512(conv: Conv) -> bool:
+    """Whether a kernel for vectors of 8 numbers has what the weight's gradient needs."""
     pads = list(zip(map(max, conv.pads), conv.weight[2:], strict=True))
-    if any(pad >= kernel for pad, kernel in pads) or (len(conv.input) == 5 and pads[0][0] > 0):
+    if conv.dilated or any(pad >= kernel for pad, kernel in pads) or (len(conv.input) == 5 and pads[0][0] > 0):
         return False
     sizes = list(zip(conv.weight[2:], conv.input[2:], strict=True))[:-1]
-    return conv.weight[-1] < 14 and conv.channels[0] != 3 and all(kernel <= size for kernel, size in sizes)
+    return conv.weight[-1] < 14 and all(kernel <= size for kernel, size in sizes)
 
 
 def _shares(conv: Conv, few: bool) -> int:

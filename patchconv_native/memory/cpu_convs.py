@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .cpu_conv_calls import BLOCK, PAGE, Conv, blocked, pointers, up
 from .cpu_conv_gradients import of_input, of_weight
 
-MOST_COLUMNS = 2**20
-"""Bytes of the columns that oneDNN fills for a thread, at most."""
+_PROCESSOR: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+MOST_COLUMNS = _PROCESSOR.get("l2_cache_size") or 2**20
+"""Bytes of the columns that oneDNN fills for a thread, at most: as many as its cache holds."""
 
 
 def forward_bytes(conv: Conv) -> int:
