@@ -167,7 +167,7 @@ def _directly(conv: Conv) -> bool:
         return False
     few = _few(conv)
     # With AVX-512 oneDNN has kernels for narrower vectors that come first.
-    narrow = few and not conv.last and HALF // 2 <= given and BLOCK == 16
+    narrow = few and not conv.last and given >= HALF // 2 and BLOCK == 16
     if conv.dtype == torch.bfloat16:
         if few and not (conv.last and given > 1) and not bfloat16.by_image_of_few(conv):
             return False
