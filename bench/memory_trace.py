@@ -129,7 +129,7 @@ def convolutions(count: int) -> dict[str, Any]:
     """Measured and predicted peaks of a step of one convolution."""
     draw, rows = random.Random(0), []
     for _ in range(count):
-        drawn = {name: draw.choice(values) for name, values in CONVS.items()}
+        drawn: dict[str, Any] = {name: draw.choice(values) for name, values in CONVS.items()}
         ins, outs, kernel, stride, side, batch, layout, input_trained = drawn.values()
         model = nn.Conv2d(ins, outs, kernel, stride, kernel // 2).to(memory_format=LAYOUTS[layout])
         x = torch.randn(batch, ins, side, side).to(memory_format=LAYOUTS[layout]).requires_grad_(input_trained)

@@ -13,8 +13,8 @@ from .wrap import Model, Which, Wrapped, wrap_modules
 class _Checkpointed(Wrapped):
     """A module whose forward runs in a checkpoint."""
 
-    _rank = 2
-    _names = "checkpoint_modules", "checkpointed"
+    _patchconv_rank = 2
+    _patchconv_names = "checkpoint_modules", "checkpointed"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint_call(super().forward, args, kwargs)

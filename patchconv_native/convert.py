@@ -6,6 +6,7 @@ were. A subclass with a forward of its own is left alone and reported, since wha
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,17 @@ from torch.nn.utils import parametrize
 from .layers import LAYERS, NOTHING_TO_GAIN, Lean
 from .lean import ForwardInLean
 from .modules import CONVERTED, Split, Splits, checked_splits
-from .wrap import Wrapped, add_kind, on_base, reduced_as, refuse_derived, remove_kinds, without_kinds, wrapped_class
+from .wrap import (
+    Wrapped,
+    add_kind,
+    on_base,
+    reduced_as,
+    refuse_derived,
+    remove_kinds,
+    set_class,
+    without_kinds,
+    wrapped_class,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -55,8 +66,8 @@ _CONVERTED: dict[type[nn.Module], Any] = {**CONVERTED, **LAYERS}
 class LeanCode(ForwardInLean, Wrapped):
     """A module with a forward of its own."""
 
-    _rank = 0
-    _names = "convert", "converted"
+    _patchconv_rank = 0
+    _patchconv_names = "convert", "converted"
 
 
 def _is_converted(module: nn.Module) -> bool:
@@ -137,8 +148,8 @@ def convert_report(model: nn.Module) -> ConvertReport:
                     report.left[name] = "a TorchScript module cannot change its class: convert before scripting"
             elif type(module) in NOTHING_TO_GAIN:
                 report.nothing_to_gain[name] = NOTHING_TO_GAIN[type(module)]
-            elif isinstance(module, torch.fx.GraphModule):
-                report.left[name] = "torch.fx writes its code anew: call it in `with patchconv_native.lean():`"
+            elif _has_code(module) and (reason := _reason_to_leave_code(module)):
+                report.left[name] = reason
             elif (stock := _stock_base(type(module))) is not None:
                 report.left[name] = _reason_to_leave(module, stock) or "not converted yet"
     return report
@@ -149,9 +160,9 @@ _subclasses: dict[type, type] = {}
 
 def _restored(cls: type, splits: list[int] | None, create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """What copies and pickles of a converted `cls` start from: what those of `cls` do, converted."""
-    module = create(*arguments)
+    module: Any = create(*arguments)
     if type(module) is cls:
-        module.__class__ = _converted_subclass(cls)
+        set_class(module, _converted_subclass(cls))
         if isinstance(module, Split):
             vars(module)["_splits"] = splits
     return module
@@ -210,12 +221,29 @@ def _has_code(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, outside torch.nn."""
     cls = type(module)
     return not (
-        cls.__module__.startswith("torch.nn.")
-        or isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule, LazyModuleMixin))
+        cls.__module__.startswith(("torch.nn.", "torch.ao."))
+        or isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin))
         or "forward" in vars(module)
         or parametrize.is_parametrized(module)
         or cls.forward is nn.Module.forward
     )
+
+
+def _reason_to_leave_code(module: nn.Module) -> str | None:
+    """Why a module with a forward of its own cannot get a class that is derived from its own."""
+    if isinstance(module, LeanCode):
+        return None
+    use = "call it in `with patchconv_native.lean():`"
+    if isinstance(module, torch.fx.GraphModule):
+        return f"torch.fx writes its code anew: {use}"
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is not None and "super" in code.co_names and not {"type", "__class__"}.isdisjoint(code.co_names):
+        return f"its forward has super() look at the module's own class: {use}"
+    try:
+        wrapped_class(type(module), [LeanCode])
+    except Exception as error:  # of a metaclass
+        return f"no class can be derived from its own ({error}): {use}"
+    return None
 
 
 def convert(model: Model, splits: Splits = None, *, functional: bool = True) -> Model:
@@ -251,12 +279,10 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = True) -> 
             if stock is not None and not _reason_to_leave(module, stock):
                 entries = checked_splits(owner, CONVERTED[stock]._dims, splits) if stock in CONVERTED else None
                 changes.append((module, _converted_class(type(module)), entries))
-            elif functional and _has_code(module):
-                if not isinstance(module, LeanCode):
-                    wrapped_class(type(module), [LeanCode])  # an error in it comes before anything has changed
+            elif functional and _has_code(module) and not _reason_to_leave_code(module):
                 with_code[name] = module
         for module, cls, entries in changes:
-            module.__class__ = cls
+            set_class(module, cls)
             if isinstance(module, Split):
                 module._splits = entries
     for module in with_code.values():
@@ -299,7 +325,7 @@ def revert(model: Model) -> Model:
         ]
         for module, cls in changes:
             vars(module).pop("_splits", None)
-            module.__class__ = cls
+            set_class(module, cls)
     for module in model.modules():
         remove_kinds(module, LeanCode)
     return model

@@ -33,9 +33,22 @@ def _of_two_tensors(served: Callable[..., Any], stock: Callable[..., Any]) -> Ca
     """Sums and products of two tensors. Those with numbers save no tensor, and are left to stock."""
 
     def function(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(input, Tensor) and isinstance(other, Tensor) and not args and kwargs.keys() <= {"alpha"}:
+        tensors = (
+            isinstance(input, Tensor) and isinstance(other, Tensor) and not isinstance(kwargs.get("alpha"), Tensor)
+        )
+        if tensors and not args and kwargs.keys() <= {"alpha"}:
             return served(input, other, **kwargs)
         return stock(input, other, *args, **kwargs)
+
+    return function
+
+
+def _of_plain_tensors(served: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """For convolutions: subclasses of tensors without functions of their own get stock's operator."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        plain = all(type(one) in PLAIN for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        return (served if plain else stock)(*args, **kwargs)
 
     return function
 
@@ -76,7 +89,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
     )
     table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(functional, name) for name in same.split()}
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
-        table[getattr(torch, name)] = getattr(functional, name)
+        table[getattr(torch, name)] = _of_plain_tensors(getattr(functional, name), getattr(torch, name))
     for dims in (1, 2, 3):
         for module in (torch, F):
             table[getattr(module, f"max_pool{dims}d")] = getattr(functional, f"max_pool{dims}d")
@@ -139,12 +152,25 @@ class _Redirect(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a compiled function that is called in the block
-            return func(*args, **kwargs)
         served = self.table.get(func)
-        if served is None or "out" in kwargs or not PLAIN.issuperset(types) or _surroundings() != self._at_entry:
+        if served is None or "out" in kwargs or not PLAIN.issuperset(types):
+            return func(*args, **kwargs)
+        # In a compiled function or a trace, and where a checkpoint runs, stock's.
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() or _surroundings() != self._at_entry:
             return func(*args, **kwargs)
         return served(*args, **kwargs)
+
+
+_CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
+
+
+def _gains_by_itself(module: nn.Module) -> bool:
+    """Whether it needs less memory without gradients too: max pools, which make no indices, and convolutions."""
+    kinds = nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.modules.conv._ConvNd
+    if isinstance(module, kinds):
+        return True
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not _CONVOLUTIONS.isdisjoint(code.co_names)
 
 
 def _surroundings() -> tuple[bool, Any]:
@@ -217,11 +243,25 @@ class lean:
         return inside  # type: ignore[return-value]
 
 
+def _saves_nothing(module: nn.Module) -> bool:
+    """Whether it runs for its result alone: without gradients, and not for a checkpoint, which runs it again with them
+    and must find the same dropout. Checkpoints with reentry are functions of autograd, which switch off both modes.
+    """
+    if module.training or torch.is_grad_enabled() or _here.blocks:
+        return False
+    return torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()
+
+
 class ForwardInLean(nn.Module):
-    """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`."""
+    """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`.
+
+    Where nothing is saved for backward, only classes that need less memory even then do.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or in_lean():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() or in_lean():
+            return super().forward(*args, **kwargs)
+        if _saves_nothing(self) and not _gains_by_itself(self):
             return super().forward(*args, **kwargs)
         with lean():
             return super().forward(*args, **kwargs)

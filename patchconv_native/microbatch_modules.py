@@ -17,9 +17,9 @@ OWNER = "microbatch_modules"
 class _Microbatched(Wrapped):
     """A module whose forward runs in micro-batches. There is a kind for each number of them."""
 
-    _rank = 1
-    _names = OWNER, "microbatched"
-    _chunks: int
+    _patchconv_rank = 1
+    _patchconv_names = OWNER, "microbatched"
+    _patchconv_chunks: int
 
     def forward(self, x: Tensor) -> Any:
         inner = super().forward
@@ -28,13 +28,15 @@ class _Microbatched(Wrapped):
             # If this module is a batch norm, microbatch gives it another forward for a while.
             return (temporary_forward(self) or inner)(chunk)
 
-        batch = len(x) if isinstance(x, Tensor) and x.dim() else self._chunks
-        return microbatch_call(type(self).__name__, self, run, x, max(1, min(self._chunks, batch)))
+        batch = len(x) if isinstance(x, Tensor) and x.dim() else self._patchconv_chunks
+        return microbatch_call(type(self).__name__, self, run, x, max(1, min(self._patchconv_chunks, batch)))
 
 
 @functools.cache
 def _kind(chunks: int) -> type[_Microbatched]:
-    return type("_Microbatched", (_Microbatched,), {"_chunks": chunks, "_made_by": (_kind, (chunks,))})
+    return type(
+        "_Microbatched", (_Microbatched,), {"_patchconv_chunks": chunks, "_patchconv_made_by": (_kind, (chunks,))}
+    )
 
 
 def microbatch_modules(model: Model, which: Which | Mapping[str, int], chunks: int | None = None) -> Model:

@@ -37,20 +37,20 @@ Which = str | type | Iterable[str] | Iterable[type] | Callable[[str, nn.Module],
 class Wrapped(nn.Module):
     """The base of all kinds."""
 
-    _rank: int
+    _patchconv_rank: int
     """The kind of the highest rank is outermost. A module has at most one kind of a rank."""
-    _names: tuple[str, str]
+    _patchconv_names: tuple[str, str]
     """For error texts: the function that adds the kind, and the adjective for such a module."""
-    _made_by: tuple[Callable[..., type[Wrapped]], tuple[Any, ...]] | None = None
+    _patchconv_made_by: tuple[Callable[..., type[Wrapped]], tuple[Any, ...]] | None = None
     """Of a kind that was made at run time and that pickle cannot find by name: a function that makes it, and its
     arguments.
     """
-    _inner: type[nn.Module]
-    """Of the class of a wrapped module: the class below the outermost kind."""
+    _patchconv_inner: type[nn.Module]
+    """Of the class of a wrapped module alone: the class below the outermost kind."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """The class of a wrapped module is not one that its author derived: a hook of theirs does not hear of it."""
-        if "_inner" not in vars(cls):
+        if "_patchconv_inner" not in vars(cls):
             super().__init_subclass__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,7 +62,7 @@ class Wrapped(nn.Module):
         if isinstance(reduced, str):
             return reduced
         create, arguments, *rest = reduced
-        return _restored, (create, arguments, [kind._made_by or kind for kind in kinds]), *rest
+        return _restored, (create, arguments, [kind._patchconv_made_by or kind for kind in kinds]), *rest
 
     def __prepare_scriptable__(self) -> nn.Module:
         plain = parts(type(self))[0]
@@ -74,18 +74,23 @@ class Wrapped(nn.Module):
 def _restored(create: Callable[..., Any], arguments: tuple[Any, ...], kinds: list[Any]) -> Any:
     module = create(*arguments)
     made = [kind if isinstance(kind, type) else kind[0](*kind[1]) for kind in kinds]
-    module.__class__ = wrapped_class(type(module), made)
+    set_class(module, wrapped_class(type(module), made))
     return module
 
 
 def reduced_as(module: nn.Module, cls: type, protocol: Any) -> Any:
     """What `module.__reduce_ex__(protocol)` gives while the module's class is `cls`."""
     now = type(module)
-    module.__class__ = cls
+    set_class(module, cls)
     try:
         return module.__reduce_ex__(protocol)
     finally:
-        module.__class__ = now
+        set_class(module, now)
+
+
+def set_class(module: Any, cls: Any) -> None:
+    """Also of a module that takes no attributes, or hands them on."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def on_base(cls: type, change: Callable[[type], type]) -> type:
@@ -99,12 +104,9 @@ def on_base(cls: type, change: Callable[[type], type]) -> type:
     return type(cls.__name__, (base,), body)
 
 
-_classes: dict[tuple[type, type], Any] = {}
-
-
 def _forward_like(cls: Any, ours: Any) -> Any:
     """A kind's forward with the signature and the source of the module's own, for inspect and torch.fx."""
-    own = cls.forward
+    own = inspect.getattr_static(cls, "forward")
     if isinstance(own, types.FunctionType) and _has_keywords_alone(own.__code__):
         return functools.update_wrapper(_by_name(own, ours), own)
     copied = types.FunctionType(ours.__code__, ours.__globals__, ours.__name__, ours.__defaults__, ours.__closure__)
@@ -129,17 +131,21 @@ def _by_name(own: types.FunctionType, ours: Any) -> Any:
     return made["forward"]
 
 
-def _with_kind(kind: type[Wrapped], cls: type) -> type:
-    if (kind, cls) not in _classes:
-        body = {"_inner": cls, "__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-        body["forward"] = _forward_like(cls, kind.forward)
-        _classes[kind, cls] = type(cls.__name__, (kind, cls), body)
-    return _classes[kind, cls]
+def _with_kind(kind: type[Wrapped], cls: type) -> Any:
+    """The one class derived from these two. It lives as long as modules of it do, or `cls` itself."""
+    made: Any
+    for made in type.__subclasses__(cls):
+        if made.__bases__ == (kind, cls) and "_patchconv_inner" in vars(made):
+            return made
+    body = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
+    return type(
+        cls.__name__, (kind, cls), {**body, "_patchconv_inner": cls, "forward": _forward_like(cls, kind.forward)}
+    )
 
 
 def wrapped_class(cls: type, kinds: Iterable[type[Wrapped]]) -> Any:
     """The class `cls`, which has no kinds yet, with these."""
-    for kind in sorted(kinds, key=lambda kind: kind._rank):
+    for kind in sorted(kinds, key=lambda kind: kind._patchconv_rank):
         cls = on_base(cls, lambda base, kind=kind: _with_kind(kind, base))  # type: ignore[misc]
     return cls
 
@@ -154,11 +160,10 @@ def parts(cls: Any) -> tuple[Any, list[type[Wrapped]]]:
 
     def without(base: Any) -> Any:
         while issubclass(base, Wrapped):
-            kind, inner = base.__bases__[0], vars(base).get("_inner")
-            if _classes.get((kind, inner)) is not base:
+            if "_patchconv_inner" not in vars(base):
                 break
+            kind, base = base.__bases__
             kinds.insert(0, kind)
-            base = inner
         return base
 
     return on_base(cls, without), kinds
@@ -168,14 +173,14 @@ def refuse_derived(cls: type, family: type[Wrapped], owner: str | None = None) -
     """TypeError if kinds of this family cannot be removed: others derived a class from one that has them."""
     plain = parts(cls)[0]
     if issubclass(plain, family):
-        usual, adjective = plain._names
+        usual, adjective = plain._patchconv_names
         name = plain.__name__
         raise TypeError(f"{owner or usual}: {name} is a subclass of a {adjective} class and has no plain form")
 
 
 def _with_one_more(cls: type, kind: type[Wrapped]) -> Any:
     plain, kinds = parts(cls)
-    return wrapped_class(plain, [*(one for one in kinds if one._rank != kind._rank), kind])
+    return wrapped_class(plain, [*(one for one in kinds if one._patchconv_rank != kind._patchconv_rank), kind])
 
 
 def _with_one_less(cls: type, family: type[Wrapped]) -> Any:
@@ -187,13 +192,13 @@ def _with_one_less(cls: type, family: type[Wrapped]) -> Any:
 def add_kind(module: nn.Module, kind: type[Wrapped]) -> None:
     """Wraps the module's forward in `kind`, in place of another kind of that rank."""
     if not isinstance(module, kind):
-        module.__class__ = _with_one_more(type(module), kind)
+        set_class(module, _with_one_more(type(module), kind))
 
 
 def remove_kinds(module: nn.Module, family: type[Wrapped]) -> None:
     """Removes the kinds that are `family` or derived from it."""
     if isinstance(module, family):
-        module.__class__ = _with_one_less(type(module), family)
+        set_class(module, _with_one_less(type(module), family))
 
 
 def class_without(before: type, after: type, now: type) -> Any:
@@ -217,12 +222,12 @@ def without_kinds(model: Any) -> Iterator[None]:
     every: list[nn.Module] = list(model.modules()) if isinstance(model, nn.Module) else []
     found = [(module, *parts(type(module))) for module in every if isinstance(module, Wrapped)]
     for module, plain, _ in found:
-        module.__class__ = plain
+        set_class(module, plain)
     try:
         yield
     finally:
         for module, _, kinds in found:
-            module.__class__ = wrapped_class(type(module), kinds)
+            set_class(module, wrapped_class(type(module), kinds))
 
 
 _temporary: dict[int, Callable[..., Any]] = {}
@@ -303,5 +308,5 @@ def wrap_modules(
         elif kind is None and issubclass(cls, family):
             changes.append((module, _with_one_less(cls, family)))
     for module, cls in changes:
-        module.__class__ = cls
+        set_class(module, cls)
     return model

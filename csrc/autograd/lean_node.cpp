@@ -37,6 +37,12 @@ int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
+// Of all memory behind a tensor; -1 if there is none, or its size is not known.
+int64_t storage_bytes(const Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().sym_nbytes().maybe_as_int().value_or(-1)
+                                                  : -1;
+}
+
 // The saved-tensor hooks that are active now.
 Hooks current_hooks() {
   if (!at::SavedTensorDefaultHooks::is_enabled()) return std::nullopt;
@@ -158,6 +164,10 @@ Tensor Source::get(Node& owner, bool* fresh) {
   if (fresh != nullptr) *fresh = false;
   if (unpacked_.defined()) return output_ ? with_history(unpacked_, &owner, 0) : unpacked_;
   Tensor tensor = variable_.unpack(output_ ? owner.getptr() : NodePtr());
+  TORCH_CHECK(storage_bytes(tensor) != 0 || tensor.numel() == 0, owner.name(),
+              ": expected what values are made again from to be there, got memory that "
+              "was freed since the forward pass, as FSDP does with parameters: run it in "
+              "patchconv_native.recompute(False)");
   if (tensor.defined() && hooks_ && torch::autograd::get_current_graph_task_id() != -1) {
     // Hooks may be slow, and those of checkpointing return a tensor only once per pass, so it is kept until
     // the pass ends. An output is kept without its history, which leads to this node.
@@ -248,6 +258,9 @@ bool LeanNode::secure() {
   std::unordered_set<const void*> counted;
   for (const auto& [node, source] : all.promoted) {
     const Tensor tensor = source->promotable();
+    // A slice keeps all that it is a part of.
+    const int64_t held = storage_bytes(tensor);
+    if (held > bytes_ && held > 2 * bytes_of(tensor)) return false;
     if (counted.insert(storage_of(tensor)).second) bytes += bytes_of(tensor);
   }
   if (bytes > bytes_) return false;

@@ -5,6 +5,7 @@
 // First derivatives are stock's own backward operators. Where stock has no differentiable one, second
 // derivatives go through its forward operator, recorded again.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/group_norm.h>
 #include <ATen/ops/layer_norm.h>
@@ -24,6 +25,13 @@ namespace {
 bool use_norm_node(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias) {
   return needs_node(input, weight, bias) && served(input) && !has_tangent(input) && !has_tangent(weight) &&
          !has_tangent(bias);
+}
+
+// The gradient in the input's layout. In another one stock's batch norm is wrong for one image in
+// channels_last whose strides are those that view() gives.
+Tensor in_layout_of(const Tensor& input, const Tensor& grad) {
+  const auto last = input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+  return (input.dim() == 4 || input.dim() == 5) && input.is_contiguous(last) ? grad.contiguous(last) : grad;
 }
 
 // What the norms share: an input, an affine map, and which of the three have edges.
@@ -70,8 +78,7 @@ class NormNode : public LeanNode {
     // New tensors with the history of the old ones: gradients stop here, and can be differentiated further.
     auto stand_in = [&](const Tensor& tensor) {
       if (!tensor.defined()) return tensor;
-      return create_graph && tensor.requires_grad() ? tensor.view_as(tensor)
-                                                    : tensor.detach().requires_grad_();
+      return create_graph && tensor.requires_grad() ? at::alias(tensor) : tensor.detach().requires_grad_();
     };
     const std::array<Tensor, 3> all{stand_in(given[0]), stand_in(given[1]), stand_in(given[2])};
     const auto want = wanted();
@@ -80,7 +87,7 @@ class NormNode : public LeanNode {
       if (want[i]) inputs.push_back(all[i]);
     }
     const variable_list grads =
-        torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {grad},
+        torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {in_layout_of(given[0], grad)},
                               /*retain_graph=*/create_graph, create_graph, /*allow_unused=*/true);
     size_t next = 0;
     for (size_t i = 0; i < 3; ++i) {

@@ -82,10 +82,10 @@ bool computed_by_onednn(at::ScalarType dtype) {
          (dtype == at::kFloat || (dtype != at::kDouble && multiplies_half(dtype)));
 }
 
-// Two bugs of oneDNN's AVX-512 kernels, seen in torch 2.14.1, which stock PyTorch has too
-// (tests/conv/test_onednn.py). The first: in half precision they read a null pointer if some output
-// coordinate sees only padding.
-bool crashes_in_half(const ConvProblem& problem) {
+// Two bugs of oneDNN's kernels, seen in torch 2.14.1, which stock PyTorch has too
+// (tests/conv/test_onednn.py). The first: where output coordinates see only padding they read a null pointer,
+// in half precision (AVX-512) and in channels_last (without it).
+bool sees_only_padding(const ConvProblem& problem) {
   return std::any_of(problem.dims.begin(), problem.dims.end(),
                      [](const ConvDim& d) { return d.reads_only_padding(); });
 }
@@ -200,7 +200,7 @@ class CpuEngine : public ConvEngine {
     style.preferred_bytes = kPreferredBytes;
     style.copies = pass != ConvPass::kWeight;  // weight gradients multiply whole rows, which are longer uncut
     style.max_padding =
-        products || (is_half(style.dtype) && crashes_in_half(problem)) ? -1 : widest_fast_padding(problem);
+        products || (is_half(style.dtype) && sees_only_padding(problem)) ? -1 : widest_fast_padding(problem);
     // Stock's own choice of algorithm depends on the number of threads, so a tile that stock computes gets
     // all of them.
     const bool without_stock = products || direct || (onednn && pass == ConvPass::kSmall);
@@ -225,7 +225,7 @@ class CpuEngine : public ConvEngine {
       return convolve(tile.to(at::kFloat), weight.to(at::kFloat), wide, problem, padding)
           .to(tile.scalar_type());
     }
-    const bool plain = reads_past_end(problem);
+    const bool plain = reads_past_end(problem) || sees_only_padding(problem);
     return at::mkldnn_convolution(
         plain ? plainly_contiguous(tile) : tile, plain ? plainly_contiguous(weight) : weight, bias, padding,
         values(problem, &ConvDim::stride), values(problem, &ConvDim::dilation), problem.groups);
@@ -249,9 +249,9 @@ class CpuEngine : public ConvEngine {
     if (pass == ConvPass::kBig) return half && input_gradient_wrong_in_half(problem);
     if (!computed_by_onednn(dtype)) return false;
     const auto big = values(problem, &ConvDim::big);
-    return (half && (crashes_in_half(problem) ||
+    return (half && (sees_only_padding(problem) ||
                      wrong_in_half(problem, big, values(problem, &ConvDim::pad_before)))) ||
-           (channels_last(format) && reads_past_end(problem));
+           (channels_last(format) && (reads_past_end(problem) || sees_only_padding(problem)));
   }
 
   bool stock_is_slow(const ConvProblem& problem, ConvPass pass, at::ScalarType dtype) const override {
@@ -309,9 +309,12 @@ struct CpuRoom {
 Tensor conv3d_onednn(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                      int64_t groups) {
+  // A single tap has no distance to another: with one oneDNN may crash (sees_only_padding).
+  std::vector<int64_t> steps = dilation.vec();
+  for (size_t d = 0; d < steps.size(); ++d) steps[d] = weight.size(d + 2) == 1 ? 1 : steps[d];
   const Tensor y =
       at::globalContext().userEnabledMkldnn()
-          ? at::mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
+          ? at::mkldnn_convolution(input, weight, bias, padding, stride, steps, groups)
           : at::convolution(input, weight, bias, stride, padding, dilation, false, {0, 0, 0}, groups);
   return y.contiguous(output_format(input, weight));
 }

@@ -53,8 +53,8 @@ def _on_whole_images(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 class _Gathered(Wrapped):
     """A module that gets the whole image on every rank."""
 
-    _rank = 4
-    _names = "spatial", "gathered"
+    _patchconv_rank = 4
+    _patchconv_names = "spatial", "gathered"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _on_whole_images(super().forward, *args, **kwargs)
@@ -63,8 +63,8 @@ class _Gathered(Wrapped):
 class _Synced(Wrapped):
     """A SyncBatchNorm that takes, in training, the statistics of all images of its process group."""
 
-    _rank = 3
-    _names = "spatial", "synced"
+    _patchconv_rank = 3
+    _patchconv_names = "spatial", "synced"
 
     def forward(self, input: Tensor) -> Tensor:
         module: Any = self

@@ -19,13 +19,18 @@ __all__ = [
 _ops = torch.ops.patchconv
 
 
+def _served(input: Tensor, *numbers: Any) -> bool:
+    """Not numbers that are tensors, as stock takes them."""
+    return plain_eager(input) and not any(isinstance(number, Tensor) for number in numbers)
+
+
 def _activation(name: str, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """function(input, *numbers, inplace): the operators `name` and `name_`, or `stock` for what they do not serve."""
     forward = getattr(_ops, name).default
     in_place = getattr(_ops, f"{name}_").default if hasattr(_ops, f"{name}_") else None
 
     def function(input: Tensor, *numbers: Any, inplace: bool = False) -> Tensor:
-        if not plain_eager(input) or (inplace and in_place is None):
+        if not _served(input, *numbers) or (inplace and in_place is None):
             return stock(input, *numbers, inplace=inplace) if inplace else stock(input, *numbers)
         return (in_place if inplace else forward)(input, *numbers)  # type: ignore[misc]
 
@@ -108,7 +113,7 @@ def _elu(input: Tensor, alpha: float, scale: float, input_scale: float, inplace:
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """input where it is positive, else alpha * (exp(input) - 1). Saves its input."""
-    return _elu(input, alpha, 1, 1, inplace) if plain_eager(input) else F.elu(input, alpha, inplace)
+    return _elu(input, alpha, 1, 1, inplace) if _served(input, alpha) else F.elu(input, alpha, inplace)
 
 
 def selu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -120,14 +125,15 @@ def selu(input: Tensor, inplace: bool = False) -> Tensor:
 
 def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """max(0, input) + min(0, alpha * (exp(input / alpha) - 1)). Saves its input."""
-    if not plain_eager(input) or alpha == 0:
+    if not _served(input, alpha) or alpha == 0:
         return F.celu(input, alpha, inplace)
     return _elu(input, alpha, 1, 1 / alpha, inplace)
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """log(1 + exp(beta * input)) / beta, and input where beta * input > threshold. Saves its input."""
-    return _ops.softplus.default(input, beta, threshold) if plain_eager(input) else F.softplus(input, beta, threshold)
+    served = _served(input, beta, threshold)
+    return _ops.softplus.default(input, beta, threshold) if served else F.softplus(input, beta, threshold)
 
 
 def sigmoid(input: Tensor) -> Tensor:

@@ -55,6 +55,6 @@ def mul(input: Tensor, other: Any) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear. Saves its input only if the weight is trained and the input cannot be made again."""
-    if not plain_eager(input, weight, bias):
+    if not plain_eager(input, weight, bias) or (bias is not None and bias.dim() > 1):
         return F.linear(input, weight, bias)
     return _ops.linear.default(input, weight, bias)

@@ -23,12 +23,19 @@ _OFFSETS = "Saves one byte an output, two for windows of over 256 elements."
 
 
 def _list(value: Any) -> Any:
-    return [int(value)] if isinstance(value, Integral) else list(value)
+    if isinstance(value, torch.SymInt):
+        return [value]
+    one = isinstance(value, Integral) or (isinstance(value, Tensor) and value.dim() == 0)
+    return [int(value)] if one else list(value)
 
 
 def _sizes(input: Tensor, output_size: Any, dims: int) -> list[int]:
     """An adaptive pool's output sizes: None stands for the input's."""
-    entries = [output_size] * dims if output_size is None or isinstance(output_size, int) else list(output_size)
+    entries: list[Any] = (
+        [output_size] * dims
+        if output_size is None or isinstance(output_size, (int, torch.SymInt))
+        else list(output_size)
+    )
     if len(entries) == 1:
         entries *= dims
     sizes = input.shape[-dims:]

@@ -19,7 +19,7 @@ from ..checkpoint_modules import checkpoint_modules, is_checkpointed
 from ..convert import convert
 from ..modules import Split
 from ..tiles.modules import tile_modules
-from ..wrap import class_without
+from ..wrap import class_without, set_class
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Strategy:
             for handle in handles:
                 handle.remove()
             for module, (_, splits) in before.items():
-                module.__class__ = classes[module]
+                set_class(module, classes[module])
                 if isinstance(module, Split):
                     module._splits = splits
                 else:

@@ -44,26 +44,26 @@ _uncut: weakref.WeakKeyDictionary[nn.Module, list[tuple[bool, list[Tensor]]]] = 
 class _Tiled(Wrapped):
     """A module whose forward runs strip by strip. There is a kind for each budget."""
 
-    _rank = 5
-    _names = OWNER, "tiled"
-    _budget: int | None
-    _dim: int
+    _patchconv_rank = 5
+    _patchconv_names = OWNER, "tiled"
+    _patchconv_budget: int | None
+    _patchconv_dim: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inner = super().forward
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         most = max((t.dim() for t in leaves), default=0)
-        if any(isinstance(leaf, Recorded) for leaf in leaves) or most < least_dimensions(self._dim):
+        if any(isinstance(leaf, Recorded) for leaf in leaves) or most < least_dimensions(self._patchconv_dim):
             return inner(*args, **kwargs)
-        arguments = Arguments(args, kwargs, dim=self._dim, owner=OWNER)
+        arguments = Arguments(args, kwargs, dim=self._patchconv_dim, owner=OWNER)
         refuse_transforms(OWNER, arguments.images)
-        if self._budget is None and _stays_uncut(self, arguments.images):
+        if self._patchconv_budget is None and _stays_uncut(self, arguments.images):
             return inner(*args, **kwargs)
         if are_fake(arguments.images):
             with _disable_current_modes():  # what planning makes is not of the call
-                plan = _new_plan(self, inner, arguments, self._budget)
+                plan = _new_plan(self, inner, arguments, self._patchconv_budget)
         else:
-            plan = planned_together(OWNER, arguments, lambda: _plan_for(self, inner, arguments, self._budget))
+            plan = planned_together(OWNER, arguments, lambda: _plan_for(self, inner, arguments, self._patchconv_budget))
         if plan is None:
             uncut = _uncut.setdefault(self, [])
             like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]
@@ -151,7 +151,12 @@ def plans_of(module: nn.Module, budget: int) -> list[TilePlan]:
 @functools.cache
 def _kind(budget: int | None, dim: int) -> type[_Tiled]:
     forward = torch.compiler.disable(_Tiled.forward, reason="patchconv_native.tile_modules: strips are not compiled")
-    own = {"_budget": budget, "_dim": dim, "_made_by": (_kind, (budget, dim)), "forward": forward}
+    own = {
+        "_patchconv_budget": budget,
+        "_patchconv_dim": dim,
+        "_patchconv_made_by": (_kind, (budget, dim)),
+        "forward": forward,
+    }
     return type("_Tiled", (_Tiled,), own)
 
 

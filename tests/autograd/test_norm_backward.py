@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -117,3 +118,20 @@ def test_no_second_gradient_is_made() -> None:
     report = trace(model, torch.randn(4, 3, 64, 64))
     backward = next(s for s in report.module("1").stretches if s.phase == "backward")
     assert backward.peak - backward.before < 100_000 < 4 * 16 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("size", [(6, 6), (3, 4, 5)], ids=str)
+def test_one_image_made_of_tokens(size: tuple[int, ...], training: bool, create_graph: bool) -> None:
+    """It is in channels_last, with strides as view() gives them: torch 2.14's own gradient is wrong there."""
+    torch.manual_seed(0)
+    kind = nn.BatchNorm2d if len(size) == 2 else nn.BatchNorm3d
+    norm, places = pc.convert(kind(4)).double().train(training), math.prod(size)
+    tokens = torch.randn(1, places, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(1, 4, *size, dtype=torch.float64)
+    y = norm(tokens.transpose(1, 2).view(1, 4, *size)) * weight
+    (found,) = torch.autograd.grad(y.sum(), tokens, create_graph=create_graph)
+    y = kind(4).double().train(training)(tokens.transpose(1, 2).contiguous().view(1, 4, *size)) * weight
+    (expected,) = torch.autograd.grad(y.sum(), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

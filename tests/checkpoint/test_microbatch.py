@@ -432,9 +432,9 @@ def test_modules():
     assert seen == [7] and list(model.state_dict()) == keys
     assert repr(model) == repr(nn.Sequential(Block(), nn.BatchNorm2d(8)))
     pc.microbatch_modules(model, {"1": 2, "0": 4})
-    assert [m._chunks for m in model] == [4, 2]
+    assert [m._patchconv_chunks for m in model] == [4, 2]
     pc.microbatch_modules(model, "1", 3)
-    assert type(model[0]) is Block and model[1]._chunks == 3
+    assert type(model[0]) is Block and model[1]._patchconv_chunks == 3
     pc.microbatch_modules(model, ())
     assert type(model[1]) is nn.BatchNorm2d
 
@@ -465,4 +465,4 @@ def test_modules_errors_change_nothing():
         f"{name}: expected chunks to be None where which says them, got": lambda: call(model, {"0": 2}, 2),
         f"{name}, module '1': ModuleList has no forward$": lambda: call(model, ("0", "1"), 3),
     })  # fmt: skip
-    assert model[0]._chunks == 2
+    assert model[0]._patchconv_chunks == 2

@@ -9,6 +9,11 @@
 3. In channels_last, weight gradients of 1x1 kernels under a stride are written past their end by three threads and
    more, where the channels do not fill blocks of 16: the heap is damaged, and the process dies later.
 
+Without AVX-512:
+
+9. In channels_last, with a bias and several images, it crashes where a single tap with a dilation meets padding alone:
+   torch.nn.functional.conv2d(zeros(3, 4, 5, 2), zeros(3, 4, 2, 1), zeros(3), (1, 3), (0, 1), (1, 3)).
+
 In half precision, most of them on processors with AMX:
 
 4. F.conv2d is wrong where the result is one column wide and the columns have a stride.
@@ -60,6 +65,26 @@ def test_kernels_that_meet_padding_alone(dtype, shape, kernel, stride, padding, 
     x = torch.randn(shape).to(dtype).contiguous(memory_format=LAST[len(shape)])
     w = torch.randn(kernel).to(dtype)
     check(x, w, 2e-2, stride=stride, padding=padding, dilation=dilation)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("splits", [None, 2, 5])
+@pytest.mark.parametrize(
+    "shape,kernel,stride,padding,dilation",
+    [((3, 4, 5, 2), (3, 4, 2, 1), (1, 3), (0, 1), (1, 3)), ((3, 8, 6, 1), (16, 8, 1, 1), (2, 2), (1, 1), (3, 3)),
+     ((3, 4, 5, 3, 2), (3, 4, 2, 1, 1), (3, 1, 3), (1, 1, 1), (3, 1, 3))],
+)  # fmt: skip
+def test_single_taps_that_meet_padding_alone(shape, kernel, stride, padding, dilation, splits, last):
+    x, w, bias = torch.randn(shape), torch.randn(kernel), torch.randn(kernel[0])
+    if last:
+        x = x.contiguous(memory_format=LAST[len(shape)])
+    arguments = {"stride": stride, "padding": padding, "dilation": dilation}
+    expected = reference.conv(x, w, bias, **arguments)
+    found = getattr(pc.functional, f"conv{len(shape) - 2}d")(x, w, bias, splits=splits, **arguments)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    if len(shape) == 5:
+        by_onednn = torch.ops.patchconv._conv3d_onednn(x, w, bias, stride, padding, dilation, 1)
+        torch.testing.assert_close(by_onednn.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_input_gradient_of_a_transposed_convolution_that_crops_everything():
