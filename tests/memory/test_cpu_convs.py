@@ -121,6 +121,7 @@ def test_a_transposed_1x1_convolution_in_groups(channels, made, groups, batch):
         assert 0.99 <= found <= 1.2, found  # large columns are those of one thread at a time
 
 
+NOT_WITH_AVX512 = "grey", "grey, 7x7", "latent"  # not yet observed there
 GRADIENTS = ORDINARY | {
     "few": (8, 16, 3, 1), "into few": (16, 8, 3, 1), "very few": (2, 4, 3, 1), "groups": (16, 48, 3, 2),
     "odd": (6, 9, 3, 3), "grey": (1, 16, 3, 1), "grey, 7x7": (1, 8, 7, 1), "latent": (4, 24, 3, 1),
@@ -133,6 +134,8 @@ GRADIENTS = ORDINARY | {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_gradients_of_networks(kind, dtype, last, stride):
+    if VECTORS == "AVX512" and kind in NOT_WITH_AVX512:
+        pytest.skip("not yet observed with AVX-512")
     channels, made, kernel, groups = GRADIENTS[kind]
     if VECTORS != "AVX512" and (kind, last, stride) == ("odd", True, 1):
         pytest.skip("0.966: not known")
@@ -145,6 +148,8 @@ def test_gradients_of_networks(kind, dtype, last, stride):
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, True, True)], ids=str)
 @pytest.mark.parametrize("kind", ["first", "few", "3x3", "depthwise", "odd", "grey", "latent"])
 def test_gradients_of_small_tiles(kind, wanted):
+    if VECTORS == "AVX512" and kind in NOT_WITH_AVX512:
+        pytest.skip("not yet observed with AVX-512")
     channels, made, kernel, groups = GRADIENTS[kind]
     x, weight = operands(channels, made, kernel, groups, (30, 36), 2, torch.float32, False)
     found = gradient_ratio(x, weight, wanted=wanted, padding=1, groups=groups)
