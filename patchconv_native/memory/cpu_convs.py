@@ -17,8 +17,8 @@ from .cpu_conv_calls import BLOCK, PAGE, Conv, blocked, pointers, up
 from .cpu_conv_gradients import of_input, of_weight
 
 _PROCESSOR: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-MOST_COLUMNS = _PROCESSOR.get("l2_cache_size") or 2**20
-"""Bytes of the columns that oneDNN fills for a thread, at most: as many as its cache holds."""
+MOST_COLUMNS = 2**20 if BLOCK == 16 else _PROCESSOR.get("l2_cache_size") or 2**20
+"""Bytes of the columns that oneDNN fills for a thread, at most: what a core's cache holds, where that was seen."""
 
 
 def forward_bytes(conv: Conv) -> int:
