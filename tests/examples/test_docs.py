@@ -86,7 +86,7 @@ SMALL = {
     "torch.randn(1, 3, 512, 512)": "torch.randn(1, 3, 256, 256)",
     "torch.randn(1, 3, 2048, 2048)": "torch.randn(1, 3, 64, 64)",
     'budget="270MiB"': 'budget="98MiB"',
-    'x, budget="2GiB"': 'x, budget="128MiB"',
+    'x, budget="2GiB"': 'x, budget="120MiB"',
     'budget="32MiB"': 'budget="8MiB"',
     'budget="128MiB"': 'budget="40MiB"',
 }
