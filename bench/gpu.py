@@ -1,4 +1,4 @@
-"""The one command for a machine with a GPU: `python -m bench.gpu` (what `make gpu` runs), under 9 minutes.
+"""The one command for a machine with a GPU: `python -m bench.gpu` (what `make gpu` runs), under 10 minutes.
 
 Parts, each in a process of its own, so that none can end the others:
   tests      the tests that are marked cuda
@@ -8,6 +8,7 @@ Parts, each in a process of its own, so that none can end the others:
              times of the memory-bound kernels beside stock's and a plain copy (bench.gpu_kernels)
   convs      convolutions with bias and ReLU, and gradients, beside every rival: time, memory, error (bench.conv_gpu)
   networks   whole networks by tiles beside stock's call: peak, time, error (bench.gpu_tile)
+  steps      training steps of whole models, converted beside stock: peak, prediction, time (bench.gpu_steps)
   memory     peaks of stock, patch_conv and ours on the published shapes (bench.gpu_measure)
   speed      times of the same
 `--only PART` runs one of them and keeps the others' earlier results. Results are written as they come, to
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from . import conv_gpu, gpu_kernels, gpu_measure, gpu_tile, measure, report, report_gpu
+from . import conv_gpu, gpu_kernels, gpu_measure, gpu_steps, gpu_tile, measure, report, report_gpu
 
 NO_GPU = "bench.gpu: torch sees no CUDA device here; the benchmarks for the CPU are `python -m bench`"
 GRACE = 20.0  # a part that has not ended this long after its time is ended
@@ -136,6 +137,12 @@ def networks(run: Run) -> None:
     run.missing("networks:", gpu_tile.measure_section(run.size, run.device, data, run.save, run.left))
 
 
+def steps(run: Run) -> None:
+    rows: list[Any] = []
+    run.data["steps"] = rows
+    run.missing("steps:", gpu_steps.measure_section(run.size, run.device, rows, run.save, run.left))
+
+
 def cases(part: str, run: Run) -> None:
     torch.backends.cudnn.benchmark = True
     run.data["limits"] = limits = gpu_measure.device_limits(run.device)
@@ -158,6 +165,7 @@ PARTS: dict[str, tuple[Callable[[Run], None], float]] = {
     "dropout": (partial(kernels, "dropout"), 11.0),
     "convs": (convs, 70.0),
     "networks": (networks, 60.0),
+    "steps": (steps, 60.0),
     "memory": (partial(cases, "memory"), 40.0),
     "speed": (partial(cases, "speed"), 50.0),
 }
@@ -207,7 +215,7 @@ def run_all(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = measure.parser(__doc__, sizes=("full", "tiny"))
     parser.add_argument("--only", choices=list(PARTS), help="one part; the other parts' results stay")
-    parser.add_argument("--budget", type=float, help="seconds (default: 523 for all parts)")
+    parser.add_argument("--budget", type=float, help="seconds (default: 583 for all parts)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():

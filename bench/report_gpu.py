@@ -40,6 +40,7 @@ def gpu(data: Row) -> Iterator[Section]:
         yield from kernels(part, rows)
     yield from convs(data.get("convs", {}))
     yield from networks(data.get("networks", {}))
+    yield from steps(data.get("steps", []))
     for key, title, cell in (
         ("memory", "Peak above input, weight and result, MiB (of the first call, where larger)", _memory),
         ("speed", "Time, ms, median (least to most), level-2 cache flushed before every call", _time),
@@ -249,6 +250,25 @@ def networks(data: Row) -> Iterator[Section]:
                  for case, one in data["errors"].items()]  # fmt: skip
         head = ["network", "stock, relative", "tiles in units of it"]
         yield Section("Root mean square against float64.", head, found)
+
+
+def steps(rows: Rows) -> Iterator[Section]:
+    if not rows:
+        return
+    head = ["model", "input", "autocast", "form", "peak, MiB", "of stock's", "predicted, MiB", "time, ms", "of stock's"]
+    stock = {(row["model"], row["amp"]): row for row in rows if row["form"] == "stock"}
+    lines: list[list[object]] = []
+    for row in rows:
+        line = [row["model"], "x".join(map(str, row["shape"])), row["amp"] or "", row["form"]]
+        if "error" in row:
+            lines.append([*line, row["error"], "", "", "", ""])
+            continue
+        base = stock[row["model"], row["amp"]].get("peak")
+        share, ratio = f"{row['peak'] / base:.2f}" if base else "", row["of_stock"]
+        line += [mib(row["peak"]), share, mib(row["predicted"]), f"{row['ms']['median']:.1f}"]
+        lines.append([*line, f"{ratio['median']:.2f}" if ratio else ""])
+    yield Section("Peak: all that torch's allocator holds in a step, weights and pictures included.", head, lines,
+                  "Training steps of whole models")  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from bench import (
     gpu,
     gpu_kernels,
     gpu_measure,
+    gpu_steps,
     gpu_tile,
     kept,
     measure,
@@ -185,12 +186,13 @@ def test_gpu_logic_on_the_cpu(tmp_path: Path) -> None:
         assert all(row["met"].keys() == row["targets"].keys() and min(row["calls"].values()) >= 10 for row in rows)
     check_convs(data["convs"])
     check_networks(data["networks"])
+    check_steps(data["steps"])
     assert not data.get("missing")
     written, picture = report.render(one.path)
     text = written.read_text()
     assert all(variant.name in text for variant in gpu_measure.VARIANTS)
     assert all(f"## {section.capitalize()}: time" in text for section in gpu_kernels.SECTIONS)
-    assert "## Whole networks" in text
+    assert "## Whole networks" in text and "## Training steps of whole models" in text
     for title in ("targets", "rivals", "time, memory, error", "large tensors"):
         assert f"## Convolutions: {title}" in text
     assert picture.stat().st_size > 1000
@@ -203,6 +205,14 @@ def check_networks(data: dict[str, Any]) -> None:
         assert row.get("error", "refused: at least").startswith("refused: at least"), row
         assert ("error" in row and row["form"] in gpu_tile.SHARES) or row["seconds"] > 0
     assert data["errors"].keys() == {"unet"} and data["errors"]["unet"]["tile"] < 10
+
+
+def check_steps(rows: list[dict[str, Any]]) -> None:
+    asked = [(name, amp, form) for name, amp in gpu_steps.works("tiny") for form in gpu_steps.forms("cpu")]
+    assert [(row["model"], row["amp"] and getattr(torch, row["amp"]), row["form"]) for row in rows] == asked
+    for row in rows:
+        assert row["predicted"] > 0 and row["ms"]["median"] > 0, row
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=0.02)
 
 
 def check_convs(data: dict[str, Any]) -> None:
