@@ -47,7 +47,7 @@ def _torchvision(name: str, batch: int = 64) -> Model:
 
 MODELS = {
     "ResNet-50": _torchvision("resnet50"),
-    "U-Net": Model(lambda side: UNet(), {"full": (4, 3, 768, 768), "tiny": (2, 3, 16, 16)}),
+    "U-Net": Model(lambda side: UNet(), {"full": (4, 3, 768, 768), "tiny": (2, 3, 32, 32)}),
     "AutoencoderKL decoder": Model(lambda side: Decoder(8 * side), {"full": (4, 4, 64, 64), "tiny": (1, 4, 8, 8)}),
     "EfficientNetV2-S": _torchvision("efficientnet_v2_s"),
     "ConvNeXt-T": _torchvision("convnext_tiny"),
@@ -109,6 +109,7 @@ class Trained:
 
 
 def trained(name: str, form: str, size: str, device: str, amp: torch.dtype | None) -> Trained:
+    torch.manual_seed(0)
     model, x = Loss(MODELS[name].make(MODELS[name].shape[size][-1])).train(), MODELS[name].input(size)
     model, x = model.to(device), x.to(device)
     if form.endswith(LAYOUT):
