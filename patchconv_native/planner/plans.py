@@ -23,6 +23,9 @@ from .strategy import Strategy, reasons_for, remember_plan, undo_last_plan
 
 REASONS = 12
 """Lines of a plan's text that say why."""
+TOOK = {"tiles": (0.85, 1.75), "other": (0.8, 1.25)}
+"""Time of steps in units of their plans' estimates: the least and the most of 13 plans that were measured on a CPU
+(bench.memory_trace, bench.whole_models), of the model in tiles and of others."""
 
 
 @dataclass
@@ -40,7 +43,7 @@ class Plan:
     margin: float
     """The share of `peak` by which the real peak may be higher."""
     extra_time: float
-    """Estimated: 0.3 means 30 % longer than without the plan."""
+    """Estimated: 0.3 means 30 % longer than without the plan. `extra_times` is a range of it."""
     stock_peak: int
     """Predicted for the model without the plan: as it was given to `plan`, which may be converted."""
     reasons: list[str] = field(default_factory=list)
@@ -54,7 +57,9 @@ class Plan:
         lines += [
             f"peak    {format_bytes(self.peak)} predicted, {format_bytes(self.needs)} with a margin of "
             f"{self.margin:.0%}; without the plan: {format_bytes(self.stock_peak)}",
-            f"time    {self.extra_time:+.0%} estimated",
+            "time    {:+.0%} estimated; {:+.0%} to {:+.0%} by what such plans took on CPUs".format(
+                self.extra_time, *self.extra_times
+            ),
             f"do      {self.strategy}",
         ]
         lines += [f"  {reason}" for reason in self.reasons[:REASONS]]
@@ -67,6 +72,12 @@ class Plan:
     def needs(self) -> int:
         """The smallest budget, in bytes, that this plan fits."""
         return least_budget(self.peak, self.margin)
+
+    @property
+    def extra_times(self) -> tuple[float, float]:
+        """The range of `extra_time` by how far the estimates of such plans were off when they were measured, on CPUs."""
+        least, most = TOOK["other" if self.strategy.tile is None else "tiles"]
+        return least * (1 + self.extra_time) - 1, most * (1 + self.extra_time) - 1
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Applies the plan to `model`, in place, and returns the model.
@@ -188,8 +199,8 @@ def plan(
     `optimizer` is given (a function of the parameters), inputs, and all that the step allocates on the device. It is
     predicted; nothing is computed, and inputs may be fake or meta tensors of any size.
 
-    Strategies are tried in this order: the unchanged model, converted layers, converted functional code, checkpoints
-    (coarse, fine, nested), convolutions in smaller tiles, and, unless tiles=False, the whole model in tiles
+    Strategies are tried in this order: the unchanged model, the converted model, checkpoints (coarse, fine,
+    nested), convolutions in smaller tiles, and, unless tiles=False, the whole model in tiles
     (`tile_modules`), which takes seconds to plan. Only if none of them fits, and only if allowed, follow autocast to
     `amp` and saved tensors in the host's memory (`offload`, on CUDA). Of those that fit, the fastest by estimate is
     chosen. `microbatch` is not tried: tiles cut the batch too. A predicted peak must stay below the budget by a margin,

@@ -269,8 +269,11 @@ class Graded(Bands):
 
     def _work(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """The arithmetic, and what each step of a tile costs besides."""
+        return self._arithmetic(route, tiles) + self._overhead(route, tiles)
+
+    def _overhead(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         steps = sum(len(cut.all()) * len(cut.sweep.steps) for cut in self._cut(route, tiles))
-        return self._arithmetic(route, tiles) + steps * tile_step_work(self._graph)
+        return steps * tile_step_work(self._graph)
 
     def _arithmetic(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """With what tiles read of each other."""
@@ -345,9 +348,12 @@ class Graded(Bands):
             stretch.again.append(sweep)
             peak = max(peak, held + taken)
         margin = max(plan.margin, MARGIN_OF_BACKWARD)
-        backward = self._arithmetic(route, tiles) - self._exact.whole_flops(route.stored)
-        backward /= max(self._exact.whole_flops(self._exact.everything_stored()), 1)
-        return dataclasses.replace(plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak, backward=backward)
+        call = max(self._exact.whole_flops(self._exact.everything_stored()), 1)
+        return dataclasses.replace(
+            plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak,
+            backward=(self._arithmetic(route, tiles) - self._exact.whole_flops(route.stored)) / call,
+            overhead=self._overhead(route, tiles) / call,
+        )  # fmt: skip
 
     @functools.cached_property
     def _least(self) -> Least:

@@ -64,6 +64,8 @@ class TilePlan:
     """Along each axis, that of each call."""
     backward: float = 0.0
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
+    overhead: float = 0.0
+    """What the steps of its tiles cost besides, estimated in the same units."""
 
     @property
     def needs(self) -> int:

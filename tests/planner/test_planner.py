@@ -222,6 +222,7 @@ def test_tiles_where_nothing_else_fits(train: bool) -> None:
         plan = pc.plan(model, x, budget=budget, train=train)
         assert plan.strategy == Strategy(tile=plan.strategy.tile) and plan.needs <= budget
         assert "tile_modules: the model in tiles" in str(plan) and plan.extra_time > 0
+        assert plan.extra_times[1] > 1.5 * (1 + plan.extra_time) - 1  # less is known of them than of others
         plan.apply(model)
         assert trace(copy.deepcopy(model), x, train=train).peak <= budget
         with torch.set_grad_enabled(train):
@@ -298,6 +299,8 @@ def test_its_words() -> None:
     assert text.startswith("Sequential (cpu, training step)\n") and "; without the plan: " in text
     assert str(pc.plan(pc.convert(model), x, budget="1GiB")).startswith("Sequential (converted) (cpu, training step)\n")
     assert plan.extra_time > 0.05 and plan.peak < plan.stock_peak
+    least, most = plan.extra_times
+    assert least < plan.extra_time < most and f"{plan.extra_time:+.0%} estimated; {least:+.0%} to {most:+.0%} by" in text
 
 
 def test_frontier(tmp_path: Any) -> None:

@@ -223,6 +223,8 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert tiles(budget="1GiB") == 1
     assert 1 < tiles(budget="8MiB") < tiles(budget="2MiB")
+    more, fewer = (pc.tile_plan(net, x, budget=budget).overhead for budget in ("2MiB", "8MiB"))
+    assert more > 1.5 * fewer > 0  # of their steps
     assert tiles() == 1
     monkeypatch.setattr(strip_sizes, "STRIP", 2**16)
     assert tiles() == 128 * 128 * 24 * 4 / 2**18
