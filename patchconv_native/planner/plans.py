@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def extra_times(self) -> tuple[float, float]:
-        """The range of `extra_time` by how far the estimates of such plans were off when they were measured, on CPUs."""
+        """The range of `extra_time`, by how far estimates of such plans were off when they were measured on CPUs."""
         least, most = TOOK["other" if self.strategy.tile is None else "tiles"]
         return least * (1 + self.extra_time) - 1, most * (1 + self.extra_time) - 1
 
