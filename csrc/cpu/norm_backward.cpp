@@ -38,30 +38,44 @@ constexpr int64_t kGrain = 32768;  // elements below which another thread does n
 template <typename T>
 using Exact = std::conditional_t<sizeof(T) == 2, float, double>;
 
-// The numbers of a channel. Forward: value = x * scale + shift, as in normalize_cpu. Backward: the input's
-// gradient is (g - g_mean - (x - mean) * slope) * factor.
+// The numbers of every channel. Forward: value = x * scale + shift, as in normalize_cpu. Backward: the
+// input's gradient is (g - g_mean - (x - mean) * slope) * factor.
 template <typename N>
-struct Channel {
-  N scale, shift, mean, g_mean, slope, factor;
+struct Channels {
+  std::vector<N> scale, shift, mean, g_mean, slope, factor;
   bool relu;
+
+  Channels(int64_t count, bool relu_follows)
+      : scale(count),
+        shift(count),
+        mean(count),
+        g_mean(count),
+        slope(count),
+        factor(count),
+        relu(relu_follows) {}
 };
 
-template <typename T>
-[[gnu::always_inline]] inline Exact<T> before_relu(T grad, T x, const Channel<Exact<T>>& c) {
-  using N = Exact<T>;
-  const auto value = static_cast<T>(static_cast<N>(x) * c.scale + c.shift);
-  return !c.relu || static_cast<N>(value) > N(0) ? static_cast<N>(grad) : N(0);
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline N before_relu(T grad, T x, N scale, N shift) {
+  const auto value = static_cast<T>(static_cast<N>(x) * scale + shift);
+  return !kRelu || static_cast<N>(value) > N(0) ? static_cast<N>(grad) : N(0);
 }
 
-template <typename T>
-[[gnu::always_inline]] inline void sum_each(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,
-                                            double* sums) {
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline T gradient(T grad, T x, N scale, N shift, N mean, N g_mean, N slope, N factor) {
+  const N g = before_relu<kRelu>(grad, x, scale, shift);
+  return static_cast<T>((g - g_mean - (static_cast<N>(x) - mean) * slope) * factor);
+}
+
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline void sum_each(const T* grad, const T* x, int64_t n, N scale, N shift,
+                                            N mean_of_x, double* sums) {
   double first[kLanes] = {}, second[kLanes] = {}, third[kLanes] = {};
-  const auto mean = static_cast<double>(c.mean);
+  const auto mean = static_cast<double>(mean_of_x);
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int64_t j = 0; j < kLanes; ++j) {
-      const auto g = static_cast<double>(before_relu(grad[i + j], x[i + j], c));
+      const auto g = static_cast<double>(before_relu<kRelu>(grad[i + j], x[i + j], scale, shift));
       const double d = static_cast<double>(x[i + j]) - mean;
       first[j] += g;
       second[j] += g * d;
@@ -69,7 +83,7 @@ template <typename T>
     }
   }
   for (int64_t j = 0; i < n; ++i, ++j) {
-    const auto g = static_cast<double>(before_relu(grad[i], x[i], c));
+    const auto g = static_cast<double>(before_relu<kRelu>(grad[i], x[i], scale, shift));
     const double d = static_cast<double>(x[i]) - mean;
     first[j] += g;
     second[j] += g * d;
@@ -82,44 +96,75 @@ template <typename T>
   }
 }
 
-template <typename T>
-[[gnu::always_inline]] inline T gradient(T grad, T x, const Channel<Exact<T>>& c) {
-  using N = Exact<T>;
-  return static_cast<T>((before_relu(grad, x, c) - c.g_mean - (static_cast<N>(x) - c.mean) * c.slope) *
-                        c.factor);
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline void sum_each_pixel(const T* grad, const T* x, int64_t pixels, int64_t count,
+                                                  const N* __restrict scale, const N* __restrict shift,
+                                                  const N* __restrict mean, double* __restrict first,
+                                                  double* __restrict second, double* __restrict third) {
+  for (int64_t p = 0; p < pixels; ++p, grad += count, x += count) {
+    for (int64_t k = 0; k < count; ++k) {
+      const auto g = static_cast<double>(before_relu<kRelu>(grad[k], x[k], scale[k], shift[k]));
+      const double d = static_cast<double>(x[k]) - static_cast<double>(mean[k]);
+      first[k] += g;
+      second[k] += g * d;
+      third[k] += d;
+    }
+  }
+}
+
+// `out` may be `grad`.
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline void map_each(const T* grad, const T* x, T* out, int64_t n, N scale, N shift,
+                                            N mean, N g_mean, N slope, N factor) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = gradient<kRelu>(grad[i], x[i], scale, shift, mean, g_mean, slope, factor);
+  }
+}
+
+template <bool kRelu, typename T, typename N>
+[[gnu::always_inline]] inline void map_each_pixel(const T* grad, const T* x, T* out, int64_t pixels,
+                                                  int64_t count, const N* scale, const N* shift,
+                                                  const N* mean, const N* g_mean, const N* slope,
+                                                  const N* factor) {
+  for (int64_t p = 0; p < pixels; ++p, grad += count, x += count, out += count) {
+#pragma GCC ivdep
+    for (int64_t k = 0; k < count; ++k) {
+      out[k] = gradient<kRelu>(grad[k], x[k], scale[k], shift[k], mean[k], g_mean[k], slope[k], factor[k]);
+    }
+  }
 }
 
 // Overloads can be compiled for several instruction sets, templates cannot.
-#define PATCHCONV_PASSES(T)                                                                                 \
-  PATCHCONV_CLONES void sum_row(const T* grad, const T* x, int64_t n, const Channel<Exact<T>>& c,           \
-                                double* sums) {                                                             \
-    sum_each(grad, x, n, c, sums);                                                                          \
-  }                                                                                                         \
-  PATCHCONV_CLONES void sum_pixels(const T* grad, const T* x, int64_t pixels, int64_t count,                \
-                                   const Channel<Exact<T>>* c, double* first, double* second,               \
-                                   double* third) {                                                         \
-    for (int64_t p = 0; p < pixels; ++p) {                                                                  \
-      for (int64_t k = 0; k < count; ++k) {                                                                 \
-        const T value = x[p * count + k];                                                                   \
-        const auto g = static_cast<double>(before_relu(grad[p * count + k], value, c[k]));                  \
-        const double d = static_cast<double>(value) - static_cast<double>(c[k].mean);                       \
-        first[k] += g;                                                                                      \
-        second[k] += g * d;                                                                                 \
-        third[k] += d;                                                                                      \
-      }                                                                                                     \
-    }                                                                                                       \
-  }                                                                                                         \
-  PATCHCONV_CLONES void map_row(const T* grad, const T* x, T* out, int64_t n, const Channel<Exact<T>>& c) { \
-    for (int64_t i = 0; i < n; ++i) out[i] = gradient(grad[i], x[i], c);                                    \
-  }                                                                                                         \
-  PATCHCONV_CLONES void map_pixels(const T* grad, const T* x, T* out, int64_t pixels, int64_t count,        \
-                                   const Channel<Exact<T>>* c) {                                            \
-    for (int64_t p = 0; p < pixels; ++p) {                                                                  \
-      for (int64_t k = 0; k < count; ++k) {                                                                 \
-        const int64_t i = p * count + k;                                                                    \
-        out[i] = gradient(grad[i], x[i], c[k]);                                                             \
-      }                                                                                                     \
-    }                                                                                                       \
+#define PATCHCONV_PASSES(T)                                                                                \
+  PATCHCONV_CLONES void sum_row(const T* grad, const T* x, int64_t n, const Channels<Exact<T>>& c,         \
+                                int64_t k, double* sums) {                                                 \
+    if (c.relu) return sum_each<true>(grad, x, n, c.scale[k], c.shift[k], c.mean[k], sums);                \
+    sum_each<false>(grad, x, n, c.scale[k], c.shift[k], c.mean[k], sums);                                  \
+  }                                                                                                        \
+  PATCHCONV_CLONES void sum_pixels(const T* grad, const T* x, int64_t pixels, int64_t count,               \
+                                   const Channels<Exact<T>>& c, double* first, double* second,             \
+                                   double* third) {                                                        \
+    const auto *scale = c.scale.data(), *shift = c.shift.data(), *mean = c.mean.data();                    \
+    if (c.relu)                                                                                            \
+      return sum_each_pixel<true>(grad, x, pixels, count, scale, shift, mean, first, second, third);       \
+    sum_each_pixel<false>(grad, x, pixels, count, scale, shift, mean, first, second, third);               \
+  }                                                                                                        \
+  PATCHCONV_CLONES void map_row(const T* grad, const T* x, T* out, int64_t n, const Channels<Exact<T>>& c, \
+                                int64_t k) {                                                               \
+    const auto scale = c.scale[k], shift = c.shift[k], mean = c.mean[k], g_mean = c.g_mean[k],             \
+               slope = c.slope[k], factor = c.factor[k];                                                   \
+    if (c.relu) return map_each<true>(grad, x, out, n, scale, shift, mean, g_mean, slope, factor);         \
+    map_each<false>(grad, x, out, n, scale, shift, mean, g_mean, slope, factor);                           \
+  }                                                                                                        \
+  PATCHCONV_CLONES void map_pixels(const T* grad, const T* x, T* out, int64_t pixels, int64_t count,       \
+                                   const Channels<Exact<T>>& c) {                                          \
+    const auto *scale = c.scale.data(), *shift = c.shift.data(), *mean = c.mean.data(),                    \
+               *g_mean = c.g_mean.data(), *slope = c.slope.data(), *factor = c.factor.data();              \
+    if (c.relu) {                                                                                          \
+      return map_each_pixel<true>(grad, x, out, pixels, count, scale, shift, mean, g_mean, slope, factor); \
+    }                                                                                                      \
+    map_each_pixel<false>(grad, x, out, pixels, count, scale, shift, mean, g_mean, slope, factor);         \
   }
 PATCHCONV_PASSES(float)
 PATCHCONV_PASSES(double)
@@ -140,7 +185,7 @@ struct Layout {
 };
 
 template <typename T>
-void sum_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>* c, double* first,
+void sum_all(const Layout& l, const T* grad, const T* x, const Channels<Exact<T>>& c, double* first,
              double* second, double* third) {
   if (!l.last) {
     at::parallel_for(0, l.channels, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, l.images * l.pixels)),
@@ -149,7 +194,7 @@ void sum_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>
                          double sums[3] = {};
                          for (int64_t image = 0; image < l.images; ++image) {
                            const int64_t row = (image * l.channels + k) * l.pixels;
-                           sum_row(grad + row, x + row, l.pixels, c[k], sums);
+                           sum_row(grad + row, x + row, l.pixels, c, k, sums);
                          }
                          first[k] = sums[0];
                          second[k] = sums[1];
@@ -180,7 +225,7 @@ void sum_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>
 }
 
 template <typename T>
-void map_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>* c, T* out) {
+void map_all(const Layout& l, const T* grad, const T* x, const Channels<Exact<T>>& c, T* out) {
   if (l.last) {
     at::parallel_for(0, l.images * l.pixels, std::max<int64_t>(1, kGrain / l.channels),
                      [&](int64_t begin, int64_t end) {
@@ -193,7 +238,7 @@ void map_all(const Layout& l, const T* grad, const T* x, const Channel<Exact<T>>
                    [&](int64_t begin, int64_t end) {
                      for (int64_t row = begin; row < end; ++row) {
                        const int64_t at = row * l.pixels;
-                       map_row(grad + at, x + at, out + at, l.pixels, c[row % l.channels]);
+                       map_row(grad + at, x + at, out + at, l.pixels, c, row % l.channels);
                      }
                    });
 }
@@ -223,35 +268,32 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     const auto number = [](const Tensor& tensor, int64_t k, double otherwise) {
       return tensor.defined() ? tensor.const_data_ptr<double>()[k] : otherwise;
     };
-    std::vector<Channel<Number>> channels(layout.channels);
+    Channels<Number> c(layout.channels, relu);
     for (const auto k : irange(layout.channels)) {
-      Channel<Number>& c = channels[k];
       // The same numbers as in the forward pass (normalize_cpu).
-      c.scale = static_cast<Number>(number(inverse, k, 1)) * static_cast<Number>(number(w, k, 1));
-      c.mean = static_cast<Number>(number(m, k, 0));
-      c.shift = static_cast<Number>(number(b, k, 0)) - c.mean * c.scale;
-      c.relu = relu;
+      c.scale[k] = static_cast<Number>(number(inverse, k, 1)) * static_cast<Number>(number(w, k, 1));
+      c.mean[k] = static_cast<Number>(number(m, k, 0));
+      c.shift[k] = static_cast<Number>(number(b, k, 0)) - c.mean[k] * c.scale[k];
     }
     const auto* from = x.const_data_ptr<scalar_t>();
     const auto* gradient_data = g.const_data_ptr<scalar_t>();
     std::vector<double> first(layout.channels), second(layout.channels), third(layout.channels);
     if ((mask[0] && training) || mask[1] || mask[2]) {
-      sum_all(layout, gradient_data, from, channels.data(), first.data(), second.data(), third.data());
+      sum_all(layout, gradient_data, from, c, first.data(), second.data(), third.data());
     }
     const auto count = static_cast<double>(layout.images * layout.pixels);
     for (const auto k : irange(layout.channels)) {
-      Channel<Number>& c = channels[k];
       const double inv = number(inverse, k, 1);
       // The saved mean was rounded: the part of the sum that comes from the rounding is taken out.
       if (training && count > 0) second[k] -= first[k] * third[k] / count;
-      c.g_mean = static_cast<Number>(training ? first[k] / count : 0);
-      c.slope = static_cast<Number>(training ? inv * inv * second[k] / count : 0);
-      c.factor = static_cast<Number>(inv * number(w, k, 1));
+      c.g_mean[k] = static_cast<Number>(training ? first[k] / count : 0);
+      c.slope[k] = static_cast<Number>(training ? inv * inv * second[k] / count : 0);
+      c.factor[k] = static_cast<Number>(inv * number(w, k, 1));
       if (mask[1]) grad_weight.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(second[k] * inv);
       if (mask[2]) grad_bias.mutable_data_ptr<Acc>()[k] = static_cast<Acc>(first[k]);
     }
     if (mask[0]) {
-      map_all(layout, gradient_data, from, channels.data(), result.mutable_data_ptr<scalar_t>());
+      map_all(layout, gradient_data, from, c, result.mutable_data_ptr<scalar_t>());
     }
   });
   if (target.defined() && !direct) target.copy_(result);
