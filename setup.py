@@ -135,8 +135,8 @@ from torch.utils import cpp_extension  # noqa: E402
 
 
 def extension() -> Any:
-    # No value depends on -fno-trapping-math. Without it GCC makes jumps of comparisons in loops, which random signs of a
-    # ReLU mispredict, in place of vector code.
+    # No value depends on -fno-trapping-math. Without it GCC makes jumps of comparisons in loops, in place of vector
+    # code: the signs before a ReLU cannot be predicted.
     host = ["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-g0"]
     options: dict[str, Any] = {
         "name": f"{NAME}._C",
