@@ -7,6 +7,7 @@ the others fill a column buffer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +56,25 @@ def of_a_tile(conv: Conv) -> int:
     """What this package's own pass over tiles takes besides the bytes that it plans with: oneDNN's order of weights."""
     if conv.dtype == torch.float64 or conv.transposed:
         return 0
-    return _weights(dataclasses.replace(conv, last=True)) * conv.dtype.itemsize + PAGE + pointers(conv)
+    of_weights, size = _weights(dataclasses.replace(conv, last=True)), conv.dtype.itemsize
+    if size == 2 and not _multiplies(conv.dtype):  # weights in float32, which NCHW ones are turned from
+        return 4 * of_weights * (1 if conv.last else 2) + PAGE + pointers(conv)
+    return of_weights * size + PAGE + pointers(conv)
+
+
+def of_a_gradients_tile(conv: Conv) -> int:
+    """The same of its pass for the input's gradient: in float32, of weights that are flipped before."""
+    if conv.dtype.itemsize != 2 or _multiplies(conv.dtype) or conv.transposed or conv.strided:
+        return 0
+    flipped = dataclasses.replace(conv, last=False)
+    return of_a_tile(flipped) + _weights(dataclasses.replace(conv, last=True)) * conv.dtype.itemsize
+
+
+@functools.cache
+def _multiplies(half: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this half precision on this processor."""
+    asked = torch.ops.mkldnn
+    return bool(asked._is_mkldnn_bf16_supported() if half == torch.bfloat16 else asked._is_mkldnn_fp16_supported())
 
 
 def _columns(conv: Conv) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules import module as hooks
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -175,7 +176,8 @@ def trace(
     Without a GPU, a fake step on cuda counts the operators that the CPU would run, with the GPU's workspaces.
 
     Only the memory from torch's allocators is counted, not what libraries allocate themselves (cuBLAS, the CUDA
-    context). An error in the step is raised unchanged, with the report up to there as `error.memory_report`.
+    context). An error in the step is raised unchanged, with the report up to there as `error.memory_report`. A fake
+    step of code that depends on values (nonzero, boolean masks, `.item()`) raises RuntimeError.
     snapshot: on CUDA, the file for torch's own snapshot of the allocator (torch.cuda.memory). Raises TypeError and
     ValueError for bad arguments, RuntimeError inside torch.profiler.
     """
@@ -211,7 +213,15 @@ def trace(
             return step.run(model, (inputs, kwargs or {}))
         mode, given = stack.enter_context(fakes.faked(model, (inputs, kwargs or {}), fakes.fake_device(where)))
         with mode:
-            return step.run(model, given)
+            try:
+                return step.run(model, given)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                refused = RuntimeError(
+                    f"memory.trace: a fake step has no values, and {error.func} needs them: the model's code depends "
+                    "on values; trace a real step"
+                )
+                refused.memory_report = getattr(error, "memory_report", None)  # type: ignore[attr-defined]
+                raise refused from error
 
 
 class _Step:

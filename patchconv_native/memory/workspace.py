@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _library
 from ..settings import all_settings
 from .cpu_conv_calls import Conv
-from .cpu_convs import forward_bytes, gradients_bytes, of_a_tile, onednn_bytes
+from .cpu_convs import forward_bytes, gradients_bytes, of_a_gradients_tile, of_a_tile, onednn_bytes
 
 _C = _library.load()
 _aten = torch.ops.aten
@@ -257,6 +257,8 @@ def _backward(
         conv = _conv(a, size, shape, grad.shape, grad.dtype, last)
         peak = there + gradients_bytes(conv, asked) + _copied((grad, input, weight), last)
         found = {place: one for place, one in found.items() if not one[1]}
+        if 0 in found:
+            found[0] = found[0][0] + of_a_gradients_tile(conv), False
     for place, (bytes_, _) in found.items():
         there += sizes[place]
         peak = max(peak, there + bytes_)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._budget import MARGIN, BudgetError, fits, largest_peak
 from .._bytes import MIB
@@ -140,6 +142,11 @@ def stages(
         yield [question.candidate(base)[0], least]
         if question.train:
             partitions = list(blocks(report, question.model))
+            moving = [name for name, child in question.model.named_children() if _moves_state(child)]
+            if moving:
+                question.refused[f"checkpoints in {', '.join(moving)}"] = (
+                    "spectral_norm, or another parametrization, would change its state twice"
+                )
             found = [question.candidate(replace(lean, checkpoints=names))[0] for names in partitions]
             for full in list(found):
                 found += _thinned(question, full, report, budget)
@@ -183,6 +190,17 @@ def blocks(report: MemoryReport, model: nn.Module) -> Iterator[list[str]]:
             yield list(names)
 
 
+def _moves_state(module: nn.Module) -> bool:
+    """Whether it holds a spectral_norm, or another parametrization with buffers: a forward in training may change
+    these, so it may not run again.
+    """
+    return any(
+        (isinstance(inner, parametrize.ParametrizationList) and next(inner.buffers(), None) is not None)
+        or any(isinstance(hook, SpectralNorm) for hook in inner._forward_pre_hooks.values())
+        for inner in module.modules()
+    )
+
+
 def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least: float) -> Iterator[str]:
     for key, child in module.named_children():
         full = f"{name}.{key}" if name else key
@@ -190,7 +208,8 @@ def _cut(module: nn.Module, name: str, saved: dict[str, int], most: float, least
         runs = type(child).forward is not nn.Module.forward and "forward" not in vars(child)
         if runs and saved.get(full, 0) < least:
             continue  # what only holds modules, such as an nn.ModuleList, saves nothing itself
-        if runs and inner and (saved[full] <= most or not any(list(c.children()) for _, c in inner)):
+        small = runs and inner and (saved[full] <= most or not any(list(c.children()) for _, c in inner))
+        if small and not _moves_state(child):
             yield full
         elif inner:
             yield from _cut(child, full, saved, most, least)

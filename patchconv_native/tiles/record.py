@@ -112,7 +112,8 @@ class Recorder:
         if self._left():
             raise NotServed(
                 "tile: a tensor of the call is kept by a hook, a closure or a global variable, which is not served: "
-                "return it, or let the module have it as an attribute"
+                "return it, or let the module have it as an attribute. If the module's gradient checkpointing is on, "
+                "turn it off: tiles compute again what a budget asks for"
             )
 
     def _left(self) -> bool:

@@ -14,6 +14,9 @@ from support.pairs import only_full
 from support.peaks import peaks
 from support.seeds import SWEEP_SEED
 
+import patchconv_native as pc
+from patchconv_native.memory import cpu_convs
+
 VECTORS = torch.backends.cpu.get_cpu_capability()
 pytestmark = pytest.mark.skipif(VECTORS not in ("AVX512", "AVX2"), reason="observed on processors with these")
 needs_avx512 = pytest.mark.skipif(VECTORS != "AVX512", reason="observed on processors with AVX-512")
@@ -263,3 +266,18 @@ def test_random_ones_take_no_more(seed):
     ratios.sort()
     assert ratios[1] >= 0.97, ratios[:3]
     assert ratios[len(ratios) // 2] <= 1.06
+
+
+@pytest.mark.skipif(cpu_convs._multiplies(torch.bfloat16), reason="bfloat16 is computed as it is")
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels, side, kernel, batch", [(256, 7, 3, 1), (64, 56, 3, 1), (128, 14, 1, 4)])
+def test_half_precision_in_float32(channels: int, side: int, kernel: int, batch: int, last: bool) -> None:
+    """Where the processor cannot multiply it: a converted convolution has two or three of its weights in float32."""
+    order = torch.channels_last if last else torch.contiguous_format
+    conv = pc.convert(torch.nn.Conv2d(channels, channels, kernel, padding=kernel // 2)).to(torch.bfloat16)
+    conv = conv.to(memory_format=order)
+    x = torch.randn(batch, channels, side, side).to(torch.bfloat16, memory_format=order).requires_grad_()
+    for train in (False, True):
+        real, fake = (pc.memory.trace(conv, x, train=train, fake=fake) for fake in (False, True))
+        assert fake.transient == pytest.approx(real.transient, rel=0.07)
+        assert real.transient > 4 * conv.weight.numel()

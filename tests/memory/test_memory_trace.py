@@ -331,6 +331,22 @@ def test_a_model_that_is_nowhere() -> None:
     assert trace(model, torch.empty(2, 3, 24, 24, device="meta"), fake=True).peak == real.peak
 
 
+@pytest.mark.parametrize("code", [lambda x: x[x > 0].sum() + x.sum(), lambda x: x * (2 if x.sum().item() > 0 else 3)])
+def test_a_fake_step_of_code_that_depends_on_values(code: Any) -> None:
+    class Net(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return code(super().forward(x))
+
+    net, x = Net(3, 3, 1), torch.randn(1, 3, 8, 8)
+    assert trace(net, x).peak > 0
+    with pytest.raises(RuntimeError, match=r"^memory\.trace: a fake step has no values, and aten\..* needs") as raised:
+        trace(net, x, fake=True)
+    assert raised.value.memory_report.peak > 0  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="trace a real step"):
+        pc.plan(net, x, budget="80%")
+    assert net(x).requires_grad
+
+
 def test_fake_work_is_that_of_the_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import patchconv_native as pc
 from patchconv_native._budget import MARGIN, fits, least_budget
@@ -288,6 +289,33 @@ def test_as_a_file(tmp_path: Any) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"Plan\.load: expected .*other\.json to hold a plan"):
         pc.Plan.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm])
+def test_spectral_norms_do_not_run_again(norm: Any) -> None:
+    """Their vectors would change twice, and the backward pass would use other weights. Blocks without them do."""
+
+    def block(inputs: int, norm: Any) -> nn.Module:
+        convs = (norm(nn.Conv2d(n, 16, 3, padding=1)) for n in (inputs, 16))
+        return nn.Sequential(*(layer for conv in convs for layer in (conv, nn.Tanh())))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(block(3, norm), block(16, norm), block(16, lambda conv: conv), block(16, norm)).double()
+    torch.manual_seed(0)
+    stock = nn.Sequential(block(3, norm), block(16, norm), block(16, lambda conv: conv), block(16, norm)).double()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with pytest.raises(pc.BudgetError) as raised:
+        pc.plan(model, x, budget=1, tiles=False)
+    plan = raised.value.plan
+    assert plan.strategy.checkpoints == ["2"], plan
+    assert "checkpoints in 0, 1, 3: spectral_norm" in str(plan)
+    plan.apply(model)
+    for one in (model, stock):
+        one(x).square().mean().backward()
+    for ours, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+    for ours, expected in zip(model.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_its_words() -> None:
