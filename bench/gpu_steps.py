@@ -22,6 +22,7 @@ import patchconv_native as pc
 
 from . import measure, resnet
 from .gpu_measure import Deadline, Save, guarded, in_time
+from .gpu_tile import Loss
 from .measure import MIB
 from .whole_models import LAYOUT, Decoder, UNet
 
@@ -58,17 +59,6 @@ NAMES = {"full": tuple(MODELS), "tiny": ("U-Net",)}
 def forms(device: str) -> tuple[str, ...]:
     """The CPU has no kernels of the project's own to choose."""
     return tuple(form for form in FORMS if form != NATIVE or device == "cuda")
-
-
-class Loss(nn.Module):
-    """The mean square of a model's outputs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).float().square().mean()
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -24,8 +24,8 @@ from .strategy import Strategy, reasons_for, remember_plan, undo_last_plan
 REASONS = 12
 """Lines of a plan's text that say why."""
 TOOK = {"tiles": (0.85, 1.8), "other": (0.7, 1.25)}
-"""Time of steps in units of their plans' estimates: the least and the most of 13 plans that were measured on a CPU
-(bench.memory_trace, bench.whole_models), of the model in tiles and of others."""
+"""Time of steps in units of their plans' estimates: the least and the most of 12 plans that were measured on a CPU
+(bench.memory_trace, bench.whole_models), rounded outward; of the model in tiles, and of others."""
 
 
 @dataclass
