@@ -70,6 +70,8 @@ struct TileStyle {
   bool copies = false;                                        // see PlanRequest
   int64_t threads = 1;                                        // that may each compute a tile
   int64_t max_padding = std::numeric_limits<int64_t>::max();  // wider zero padding is copied into the tile
+
+  at::Tensor apply(const at::Tensor& tensor) const;  // in this dtype and format
 };
 
 // A rectangle of a grid: images [batch.begin, batch.end) and one range per spatial dimension. Ranges of the

@@ -25,6 +25,11 @@ Tensor Region::view(const Tensor& tensor) const {
   return part;
 }
 
+Tensor TileStyle::apply(const Tensor& tensor) const {
+  return tensor.to(tensor.options().dtype(dtype), /*non_blocking=*/false, /*copy=*/false, format)
+      .contiguous(format);
+}
+
 bool ConvProblem::unsplit() const {
   return std::all_of(splits.begin(), splits.end(), [](int64_t pieces) { return pieces <= 1; });
 }
@@ -138,8 +143,7 @@ Tensor ConvEngine::load(const Tensor& source, const Region& region, PaddingMode 
   if (std::any_of(zeros.begin(), zeros.end(), [](int64_t z) { return z != 0; })) {
     tile = at::constant_pad_nd(tile, zeros);
   }
-  return tile.to(tile.options().dtype(style.dtype), /*non_blocking=*/false, /*copy=*/false, style.format)
-      .contiguous(style.format);
+  return style.apply(tile);
 }
 
 void ConvEngine::store(const Tensor& tile, const Region& region, const Tensor& target) const {

@@ -260,10 +260,15 @@ Tensor flipped_weight(const ConvProblem& problem, const Tensor& weight) {
   return turned.reshape(sizes).flip(kernel_dims);
 }
 
+// The weight as the tiles' convolutions take it, copied at most once.
+Tensor in_style(const Tensor& weight, const TileStyle& style) {
+  return style.format == at::MemoryFormat::Contiguous ? weight.to(style.dtype) : style.apply(weight);
+}
+
 void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& big,
                 const Tensor& weight, const OptionalTensor& bias, const Tensor& small) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kSmall, big.scalar_type());
-  const Tensor tile_weight = weight.to(style.dtype);
+  const Tensor tile_weight = in_style(weight, style);
   const OptionalTensor tile_bias = cast(bias, style.dtype);
   PathRecorder recorder(problem, ConvPass::kSmall, plan);
   for_each_tile(engine, problem, ConvPass::kSmall, plan, [&](const Region& region, int64_t) {
@@ -288,7 +293,7 @@ void tile_small(const ConvEngine& engine, const ConvProblem& problem, const Tile
 void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan, const Tensor& small,
               const Tensor& weight, const OptionalTensor& bias, const Tensor& big) {
   const TileStyle style = engine.tile_style(problem, ConvPass::kBig, small.scalar_type());
-  const Tensor tile_weight = weight.to(style.dtype);
+  const Tensor tile_weight = in_style(weight, style);
   const OptionalTensor tile_bias = cast(bias, style.dtype);
   const auto stride = values(problem, &ConvDim::stride);
   const auto dilation = values(problem, &ConvDim::dilation);

@@ -56,18 +56,16 @@ def of_a_tile(conv: Conv) -> int:
     """What this package's own pass over tiles takes besides the bytes that it plans with: oneDNN's order of weights."""
     if conv.dtype == torch.float64 or conv.transposed:
         return 0
-    of_weights, size = _weights(dataclasses.replace(conv, last=True)), conv.dtype.itemsize
-    if size == 2 and not _multiplies(conv.dtype):  # weights in float32, which NCHW ones are turned from
-        return 4 * of_weights * (1 if conv.last else 2) + PAGE + pointers(conv)
-    return of_weights * size + PAGE + pointers(conv)
+    in_float32 = conv.dtype.itemsize == 2 and not _multiplies(conv.dtype)
+    size = 4 if in_float32 else conv.dtype.itemsize
+    return _weights(dataclasses.replace(conv, last=True)) * size + PAGE + pointers(conv)
 
 
 def of_a_gradients_tile(conv: Conv) -> int:
     """The same of its pass for the input's gradient: in float32, of weights that are flipped before."""
     if conv.dtype.itemsize != 2 or _multiplies(conv.dtype) or conv.transposed or conv.strided:
         return 0
-    flipped = dataclasses.replace(conv, last=False)
-    return of_a_tile(flipped) + _weights(dataclasses.replace(conv, last=True)) * conv.dtype.itemsize
+    return of_a_tile(conv) + _weights(dataclasses.replace(conv, last=True)) * conv.dtype.itemsize
 
 
 @functools.cache
