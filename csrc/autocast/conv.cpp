@@ -57,15 +57,15 @@ TORCH_LIBRARY_IMPL(patchconv, AutocastCUDA, m) { register_conv_autocast<c10::kCU
 }  // namespace
 
 std::tuple<Tensor, Tensor, OptionalTensor> autocast_as_enabled(const Tensor& input, const Tensor& weight,
-                                                               const OptionalTensor& bias) {
+                                                               const OptionalTensor& bias, bool wrapped) {
   const c10::DeviceType device = input.device().type();
   const bool on = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device) &&
                   !c10::impl::tls_is_dispatch_key_excluded(
                       at::autocast::get_autocast_dispatch_key_from_device_type(device));
   if (!on) return {input, weight, bias};
-  // Not cached_cast, which does not see the device of a transform's wrapper tensor.
   const auto dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
   auto lower = [&](const Tensor& tensor) {
+    if (!wrapped) return autocast_to(dtype, tensor, device);
     return tensor.is_floating_point() && tensor.scalar_type() != at::kDouble ? tensor.to(dtype) : tensor;
   };
   return {lower(input), lower(weight), bias.has_value() ? OptionalTensor(lower(*bias)) : std::nullopt};

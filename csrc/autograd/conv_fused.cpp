@@ -25,16 +25,11 @@ class ConvReluBackward final : public LeanNode {
   ConvReluBackward() : LeanNode("patchconv::ConvReluBackward") {}
 
   Source input, weight, bits;
-  std::vector<int64_t> stride, padding, dilation, splits;
-  std::string padding_mode;
-  int64_t groups = 1;
-  bool split = false;
+  OwnedSpec spec;
   std::vector<c10::SymInt> input_size, weight_size, strides;
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    const ConvSpec spec = conv_spec(2, stride, padding, dilation, groups, padding_mode,
-                                    split ? OptionalIntArrayRef(splits) : std::nullopt);
     const std::array<bool, 3> want = {task_should_compute_output(0), task_should_compute_output(1),
                                       task_should_compute_output(2)};
     const auto given = [](const Tensor& tensor) {
@@ -46,7 +41,7 @@ class ConvReluBackward final : public LeanNode {
     variable_list grads(4);
     if (!recorded && !has_output() && !task_should_compute_output(3)) {
       std::tie(grads[0], grads[1], grads[2]) = call_conv_masked_backward(
-          spec, in_layout(grad, strides), bits.get(*this), x, w, input_size, weight_size, want);
+          spec.get(), in_layout(grad, strides), bits.get(*this), x, w, input_size, weight_size, want);
       return grads;
     }
     Tensor inside = has_output() ? at::threshold_backward(grad, value(), 0)
@@ -54,19 +49,14 @@ class ConvReluBackward final : public LeanNode {
     if (recorded) inside = with_flat_slope(inside);
     if (want[0] || want[1] || want[2]) {
       std::tie(grads[0], grads[1], grads[2]) =
-          call_conv_backward(spec, inside, x, w, input_size, weight_size, want);
+          call_conv_backward(spec.get(), inside, x, w, input_size, weight_size, want);
     }
     if (task_should_compute_output(3)) grads[3] = inside;
     return grads;
   }
-  // Too expensive to rebuild: consumers that need the output save it.
-  Tensor rebuild() override { TORCH_INTERNAL_ASSERT(false, "a convolution is not rebuilt"); }
-  std::vector<Source*> sources() override { return {&never_}; }
+  // Too expensive to rebuild: consumers that need the output have it saved.
   std::vector<Source*> others() override { return {&input, &weight, &bits}; }
   void output_was_saved() override { bits.release(); }
-
- private:
-  Source never_;
 };
 
 Tensor conv2d_fused(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, IntArrayRef stride,
@@ -98,13 +88,7 @@ Tensor conv2d_fused(const Tensor& input, const Tensor& weight, const OptionalTen
   if (weight.requires_grad()) node->input.keep(input);
   if (input.requires_grad()) node->weight.keep(weight);
   node->bits.keep(bits);
-  node->stride = stride.vec();
-  node->padding = padding.vec();
-  node->dilation = dilation.vec();
-  node->groups = groups;
-  node->padding_mode = padding_mode;
-  node->split = splits.has_value();
-  if (splits.has_value()) node->splits = splits->vec();
+  node->spec = OwnedSpec(spec);
   node->input_size = input.sym_sizes().vec();
   node->weight_size = weight.sym_sizes().vec();
   node->strides = y.sym_strides().vec();

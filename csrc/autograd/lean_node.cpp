@@ -184,6 +184,8 @@ void Source::release() {
   noted_.reset();
 }
 
+Tensor LeanNode::rebuild() { TORCH_INTERNAL_ASSERT(false, name(), ": cannot rebuild its output"); }
+
 bool LeanNode::made(const Tensor& output) const {
   return known_ && !released_ && output._version() == version_ && storage_of(output) == storage_ &&
          output.numel() == numel_;
@@ -293,7 +295,7 @@ Tensor LeanNode::value(bool* fresh) {
     }
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
-  const SettingsGuard as_before({.backend = made_with_});
+  const SettingsGuard as_before(made_with_.again());
   Tensor result = rebuild();
   TORCH_INTERNAL_ASSERT(result.scalar_type() == dtype_, name(), ": rebuilt in ", result.scalar_type());
   if (result.strides() != at::IntArrayRef(strides_)) {
@@ -316,7 +318,7 @@ Tensor LeanNode::value_with_relu() {
     if (last_ && Tensor(last_->lock()).defined()) return {};  // the value exists already
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_keys());
-  const SettingsGuard as_before({.backend = made_with_});
+  const SettingsGuard as_before(made_with_.again());
   Tensor result = rebuild_with_relu();
   return result.defined() && result.strides() == at::IntArrayRef(strides_) ? result : Tensor();
 }
@@ -351,7 +353,7 @@ Tensor LeanNode::with_flat_slope(const Tensor& gradient) const {
 variable_list LeanNode::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!grads[0].defined()) return variable_list(num_outputs());
-  const SettingsGuard as_before({.backend = made_with_});
+  const SettingsGuard as_before(made_with_.again());
   variable_list result = backward(grads[0]);
   output_.forget();
   held_.reset();
@@ -415,7 +417,10 @@ void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) 
   } else {
     torch::autograd::set_history(output, node);
   }
-  if (output.is_view() || output.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
+  if (!lean.may_save_output() || output.is_view() ||
+      output.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return;
+  }
   lean.known_ = true;
   lean.numel_ = output.numel();
   lean.bytes_ = bytes_of(output);

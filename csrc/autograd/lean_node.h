@@ -39,6 +39,19 @@ using Hooks = std::optional<c10::SafePyObject>;
 
 class LeanNode;
 
+// The settings of a call, which its backward pass and its rebuilds have again: the backend, and the workspace
+// limit that its thread had set for itself, unless the thread that runs them has set one too.
+class CallSettings {
+ public:
+  CallSettings() : call_{.workspace_limit = own_settings().workspace_limit, .backend = backend()} {}
+  OwnSettings again() const {
+    return own_settings().workspace_limit ? OwnSettings{.backend = call_.backend} : call_;
+  }
+
+ private:
+  OwnSettings call_;
+};
+
 // A link to a tensor that a LeanNode can rebuild: the node's output, or a view of it. It does not keep the
 // node alive: the consumer's edge does, since the tensor has a gradient.
 struct Link {
@@ -126,12 +139,15 @@ class LeanNode : public torch::autograd::Node {
   // (task_should_compute_output).
   virtual variable_list backward(const at::Tensor& grad) = 0;
   // Computes the output again, in new memory.
-  virtual at::Tensor rebuild() = 0;
+  virtual at::Tensor rebuild();
   // relu of the output, if an operator can apply it in the same pass.
   virtual at::Tensor rebuild_with_relu() { return {}; }
-  // What rebuild() reads, and what only backward() reads.
-  virtual std::vector<Source*> sources() = 0;
+  // What rebuild() reads, and what only backward() reads. Without sources a node cannot rebuild its output.
+  virtual std::vector<Source*> sources() { return {}; }
   virtual std::vector<Source*> others() { return {}; }
+  // Whether consumers may have the node save its output where it cannot rebuild it: it is then held until the
+  // node's own backward is done.
+  virtual bool may_save_output() const { return true; }
   // Whether noted operands may be saved instead of the output.
   virtual bool may_promote() const { return false; }
   // Called when the output was saved: what backward() no longer needs may be released.
@@ -147,7 +163,7 @@ class LeanNode : public torch::autograd::Node {
   bool collect(ToSave& found, int depth);
 
   const char* name_;
-  const Backend made_with_ = backend();  // also used in backward and for rebuilds
+  const CallSettings made_with_;
   bool released_ = false;
   bool known_ = false;  // whether consumers may link to the output; the next fields describe it
   int64_t numel_ = 0;

@@ -96,10 +96,11 @@ ConvGrads call_conv_backward(const ConvSpec& spec, const at::Tensor& grad_output
                              c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask);
 
 // The tensors of a call as autocast would cast them, if it is on for their device: for implementations that
-// run before autocast.
+// run before autocast. `wrapped`: they may be a transform's, whose device its cache does not see.
 std::tuple<at::Tensor, at::Tensor, OptionalTensor> autocast_as_enabled(const at::Tensor& input,
                                                                        const at::Tensor& weight,
-                                                                       const OptionalTensor& bias);
+                                                                       const OptionalTensor& bias,
+                                                                       bool wrapped = true);
 
 // The same result from stock operators alone, where a C++ node cannot serve (torch.func, forward-mode AD).
 at::Tensor stock_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,

@@ -74,6 +74,28 @@ void check_same(const char* op, const char* argument, const at::Tensor& tensor, 
 const char* ConvSpec::name() const { return kNames[transposed][dims - 1]; }
 const char* ConvSpec::backward_name() const { return kBackwardNames[transposed][dims - 1]; }
 
+OwnedSpec::OwnedSpec(const ConvSpec& spec)
+    : numbers_(spec),
+      stride_(spec.stride),
+      padding_(spec.padding),
+      output_padding_(spec.output_padding),
+      dilation_(spec.dilation) {
+  PaddingMode mode = PaddingMode::kZeros;
+  parse_padding_mode(spec.padding_mode, &mode);
+  numbers_.padding_mode = padding_mode_name(mode);
+  if (spec.splits.has_value()) splits_.emplace(at::IntArrayRef(*spec.splits));
+}
+
+ConvSpec OwnedSpec::get() const {
+  ConvSpec spec = numbers_;
+  spec.stride = stride_;
+  spec.padding = padding_;
+  spec.output_padding = output_padding_;
+  spec.dilation = dilation_;
+  if (splits_) spec.splits = at::IntArrayRef(*splits_);
+  return spec;
+}
+
 ConvParams check_params(const ConvSpec& spec, const char* op) {
   ConvParams params;
   params.op = op;

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <optional>
@@ -31,6 +32,20 @@ struct ConvSpec {
 
   const char* name() const;           // "conv2d"
   const char* backward_name() const;  // "conv2d_backward"
+};
+
+// A ConvSpec that outlives its call.
+class OwnedSpec {
+ public:
+  OwnedSpec() = default;
+  explicit OwnedSpec(const ConvSpec& spec);  // which has been checked
+  ConvSpec get() const;
+
+ private:
+  using List = c10::SmallVector<int64_t, 6>;
+  ConvSpec numbers_;
+  List stride_, padding_, output_padding_, dilation_;
+  std::optional<List> splits_;
 };
 
 using ConvGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
