@@ -139,9 +139,9 @@ def test_inductor(device):
 def test_compiled_autograd_is_refused(device):
     layer = pc.Conv2d(3, 4, 3, padding=1, splits=2, device=device)
     loss = layer(torch.randn(2, 3, 8, 8, device=device)).square().sum()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        with pytest.raises((NotImplementedError, RuntimeError), match="compiled"):
-            loss.backward()
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with compiled, pytest.raises((NotImplementedError, RuntimeError), match="compiled"):
+        loss.backward()
     torch._dynamo.reset()
     assert all(p.grad is None for p in layer.parameters())
 
