@@ -248,7 +248,8 @@ class _Step:
                 parameter.grad = None
         static = self.sizes(model, inputs, kwargs)
         own = set(storages([*model.parameters(), *model.buffers()]))
-        gc.collect()  # so that garbage from before is not freed during the step
+        if not self.fake:
+            gc.collect()  # so that garbage from before is not freed during the step
         if self.device.type == "cuda" and not self.fake:
             now = torch.cuda.memory_allocated(self.device) - self.aside
             static["other"] = max(0, now - sum(static.values()))
