@@ -32,12 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.deterministic = True
 
 
-def pytest_collection_finish() -> None:
-    """What is collected by now stays: the garbage collector, which every trace of memory calls, need not look again."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_report_header() -> str:
     width = "every case" if FULL else "pairs of values (make check: every case)"
     return f"patchconv: devices {', '.join(DEVICES)}; {width}; today's seed {SWEEP_SEED} (PATCHCONV_SEED=N: another)"
@@ -46,6 +40,15 @@ def pytest_report_header() -> str:
 @pytest.fixture(params=[pytest.param(one, marks=pytest.mark.cuda) if one == "cuda" else one for one in DEVICES])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """The garbage collector, which every count of memory calls, need not look at modules and tests each time: that took
+    up to a second a call, late in a run.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
