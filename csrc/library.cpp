@@ -7,6 +7,8 @@
 // gradient is asked for, `weight` only if the input's is; `output_mask` asks for (input, weight, bias).
 #include <torch/library.h>
 
+#include "ops/smooth.h"
+
 #define PATCHCONV_CONV(D)                                                                                    \
   m.def("conv" #D "d(Tensor input, Tensor weight, Tensor? bias=None, int[" #D "] stride=1, int[" #D          \
         "] padding=0, int[" #D                                                                               \
@@ -28,6 +30,7 @@
         "] dilation, *, int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
 TORCH_LIBRARY(patchconv, m) {
+  namespace smooth = patchconv::smooth;
   PATCHCONV_CONV(1)
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
@@ -63,20 +66,14 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("hardsigmoid(Tensor input) -> Tensor");
   m.def("hardsigmoid_(Tensor(a!) input) -> Tensor(a!)");
   m.def("prelu(Tensor input, Tensor weight) -> Tensor");
-  m.def("silu(Tensor input) -> Tensor");
-  m.def("silu_(Tensor(a!) input) -> Tensor(a!)");
-  m.def("gelu(Tensor input, *, str approximate='none') -> Tensor");
-  m.def("hardswish(Tensor input) -> Tensor");
-  m.def("hardswish_(Tensor(a!) input) -> Tensor(a!)");
-  m.def("elu(Tensor input, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor");
-  m.def("elu_(Tensor(a!) input, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor(a!)");
-  m.def("softplus(Tensor input, Scalar beta=1, Scalar threshold=20) -> Tensor");
-  m.def("mish(Tensor input) -> Tensor");
-  m.def("mish_(Tensor(a!) input) -> Tensor(a!)");
-  m.def("sigmoid(Tensor input) -> Tensor");
-  m.def("sigmoid_(Tensor(a!) input) -> Tensor(a!)");
-  m.def("tanh(Tensor input) -> Tensor");
-  m.def("tanh_(Tensor(a!) input) -> Tensor(a!)");
+  smooth::for_each_row([&]<typename Row>(Row) {
+    const auto define = [&](const std::string& name, const char* input, const char* output) {
+      m.def((name + "(" + input + " input" + Row::kArguments + ") -> " + output).c_str());
+    };
+    define(Row::kName, "Tensor", "Tensor");
+    if constexpr (smooth::has_operator_in_place<Row>)
+      define(smooth::name_in_place<Row>(), "Tensor(a!)", "Tensor(a!)");
+  });
   m.def("_mask_forward(Tensor input, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_mask_forward_(Tensor(a!) input, int kind, float a, float b) -> Tensor");
   m.def("_add_mask_forward(Tensor input, Tensor other) -> (Tensor, Tensor)");

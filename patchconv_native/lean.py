@@ -82,12 +82,12 @@ def _dropout(served: Callable[..., Any]) -> Callable[..., Any]:
 def _table() -> dict[Any, Callable[..., Any]]:
     nn_ops: Any = torch._C._nn
     same = (
-        "relu leaky_relu hardtanh relu6 threshold hardsigmoid prelu silu gelu hardswish mish elu selu celu "
-        "softplus dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm "
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout batch_norm "
         "instance_norm group_norm layer_norm rms_norm local_response_norm adaptive_max_pool1d "
         "adaptive_max_pool2d adaptive_max_pool3d adaptive_avg_pool2d adaptive_avg_pool3d interpolate pad"
     )
-    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(functional, name) for name in same.split()}
+    names = (*functional.activation.__all__, *same.split())
+    table: dict[Any, Callable[..., Any]] = {getattr(F, name): getattr(functional, name) for name in names}
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         table[getattr(torch, name)] = _of_plain_tensors(getattr(functional, name), getattr(torch, name))
     for dims in (1, 2, 3):

@@ -1,227 +1,121 @@
-// Gradients of the smooth activations: SiLU, GELU, Hardswish, ELU, Softplus, Mish, which save their input,
-// and sigmoid and tanh, which save their output, as stock's do.
+// Gradients of the smooth activations (ops/smooth.h). They save their input, or their output where backward
+// reads that, as stock's do.
 //
 // In-place forms write over their input. If backward needs it, it comes from its producer or is copied first.
+#include "ops/smooth.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/elu.h>
-#include <ATen/ops/elu_backward.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/gelu_backward.h>
-#include <ATen/ops/hardswish.h>
-#include <ATen/ops/hardswish_backward.h>
-#include <ATen/ops/mish.h>
-#include <ATen/ops/mish_backward.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sigmoid_backward.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/silu_backward.h>
-#include <ATen/ops/softplus.h>
-#include <ATen/ops/softplus_backward.h>
-#include <ATen/ops/tanh.h>
-#include <ATen/ops/tanh_backward.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
-
-#include <string>
-#include <string_view>
 
 #include "autograd/activation.h"
 
 namespace patchconv {
 
-using at::Scalar;
 using at::Tensor;
 
 namespace {
 
-struct Numbers {
-  Scalar a = 1, b = 1, c = 1;
-  std::string_view mode = "none";
+// An argument that outlives its call.
+template <typename Argument>
+struct Owned {
+  using Type = std::decay_t<Argument>;
+};
+template <>
+struct Owned<std::string_view> {
+  using Type = std::string;
 };
 
-struct Silu {
-  static constexpr const char* kName = "patchconv::SiluBackward";
-  static Tensor value(const Tensor& x, const Numbers&) { return at::silu(x); }
-  static Tensor& value_(Tensor& x, const Numbers&) { return at::silu_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
-    if (!at::GradMode::is_enabled()) return at::silu_backward(grad, x);
-    const Tensor s = at::sigmoid(x);  // stock's backward operator has no derivative
-    return grad.mul(s.mul(x.mul(s.neg().add(1)).add(1)));
-  }
-};
-
-struct Gelu {
-  static constexpr const char* kName = "patchconv::GeluBackward";
-  static Tensor value(const Tensor& x, const Numbers& n) { return at::gelu(x, n.mode); }
-  static Tensor& value_(Tensor& x, const Numbers& n) { return at::gelu_(x, n.mode); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers& n) {
-    return at::gelu_backward(grad, x, n.mode);
-  }
-};
-
-struct Hardswish {
-  static constexpr const char* kName = "patchconv::HardswishBackward";
-  static Tensor value(const Tensor& x, const Numbers&) { return at::hardswish(x); }
-  static Tensor& value_(Tensor& x, const Numbers&) { return at::hardswish_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
-    return at::hardswish_backward(grad, x);
-  }
-};
-
-struct Elu {
-  static constexpr const char* kName = "patchconv::EluBackward";
-  static Tensor value(const Tensor& x, const Numbers& n) { return at::elu(x, n.a, n.b, n.c); }
-  static Tensor& value_(Tensor& x, const Numbers& n) { return at::elu_(x, n.a, n.b, n.c); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers& n) {
-    return at::elu_backward(grad, n.a, n.b, n.c, /*is_result=*/false, x);
-  }
-};
-
-// In place, stock computes the gradient from the output, which is possible only for slopes that are not
-// negative.
-struct EluInPlace {
-  static constexpr const char* kName = "patchconv::EluInPlaceBackward";
-  static constexpr bool kFromOutput = true;
-  static Tensor value(const Tensor& x, const Numbers& n) { return Elu::value(x, n); }
-  static Tensor& value_(Tensor& x, const Numbers& n) { return Elu::value_(x, n); }
-  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers& n) {
-    return at::elu_backward(grad, n.a, n.b, n.c, /*is_result=*/true, y);
-  }
-};
-
-struct Softplus {
-  static constexpr const char* kName = "patchconv::SoftplusBackward";
-  static Tensor value(const Tensor& x, const Numbers& n) { return at::softplus(x, n.a, n.b); }
-  static Tensor& value_(Tensor& x, const Numbers& n) { return x.copy_(at::softplus(x, n.a, n.b)); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers& n) {
-    return at::softplus_backward(grad, x, n.a, n.b);
-  }
-};
-
-struct Mish {
-  static constexpr const char* kName = "patchconv::MishBackward";
-  static Tensor value(const Tensor& x, const Numbers&) { return at::mish(x); }
-  static Tensor& value_(Tensor& x, const Numbers&) { return at::mish_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& x, const Numbers&) {
-    if (!at::GradMode::is_enabled()) return at::mish_backward(grad, x);
-    const Tensor t = at::tanh(at::softplus(x));  // stock's backward operator has no derivative
-    return grad.mul(t.add(x.mul(at::sigmoid(x)).mul(t.mul(t).neg().add(1))));
-  }
-};
-
-struct Sigmoid {
-  static constexpr const char* kName = "patchconv::SigmoidBackward";
-  static constexpr bool kFromOutput = true;
-  static Tensor value(const Tensor& x, const Numbers&) { return at::sigmoid(x); }
-  static Tensor& value_(Tensor& x, const Numbers&) { return at::sigmoid_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) {
-    return at::sigmoid_backward(grad, y);
-  }
-};
-
-struct Tanh {
-  static constexpr const char* kName = "patchconv::TanhBackward";
-  static constexpr bool kFromOutput = true;
-  static Tensor value(const Tensor& x, const Numbers&) { return at::tanh(x); }
-  static Tensor& value_(Tensor& x, const Numbers&) { return at::tanh_(x); }
-  static Tensor gradient(const Tensor& grad, const Tensor& y, const Numbers&) {
-    return at::tanh_backward(grad, y);
-  }
-};
-
-template <typename Kind>
-constexpr bool from_output = requires { Kind::kFromOutput; };
-
-template <typename Kind>
+template <typename Row, typename... Arguments>
 class SmoothBackward final : public ActivationNode {
  public:
-  SmoothBackward() : ActivationNode(Kind::kName) {}
-  Numbers numbers;
-  std::string mode;
+  SmoothBackward() : ActivationNode(Row::kNode) {}
+  std::tuple<typename Owned<Arguments>::Type...> arguments;
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    return {Kind::gradient(grad, from_output<Kind> ? value() : input.get(*this), all())};
+    const Tensor source = smooth::from_output<Row> ? value() : input.get(*this);
+    return {call([&](const auto&... more) { return Row::gradient(grad, source, more...); })};
   }
-  Tensor apply_to(const Tensor& x) override { return Kind::value(x, all()); }
-  void apply_to_(Tensor& x) override { Kind::value_(x, all()); }
+  Tensor apply_to(const Tensor& x) override {
+    return call([&](const auto&... more) { return Row::value(x, more...); });
+  }
+  void apply_to_(Tensor& x) override {
+    if constexpr (smooth::has_value_in_place<Row>) {
+      call([&](const auto&... more) { return Row::value_(x, more...); });
+    } else {
+      ActivationNode::apply_to_(x);
+    }
+  }
 
  private:
-  Numbers all() const { return {numbers.a, numbers.b, numbers.c, mode}; }
+  template <typename Function>
+  Tensor call(const Function& function) const {
+    return std::apply(function, arguments);
+  }
 };
 
-template <typename Kind>
-auto smooth_node(const Tensor& x, const Numbers& numbers) {
-  auto node = make_node<SmoothBackward<Kind>>(x);
-  node->numbers = numbers;
-  node->mode = std::string(numbers.mode);
-  return node;
-}
+// The operators of a row; `Function` is the type of its value.
+template <typename Row, typename Function>
+struct Smooth;
 
-template <typename Kind>
-Tensor smooth(const Tensor& x, const Numbers& numbers) {
-  if (!use_lean_node(x)) return Kind::value(x, numbers);
-  const auto node = smooth_node<Kind>(x, numbers);
-  if constexpr (from_output<Kind>) {
-    node->input.note(x);
-  } else {
-    node->input.keep(x);
-  }
-  Tensor y;
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    y = Kind::value(x, numbers);
-  }
-  LeanNode::attach(y, node);
-  if constexpr (from_output<Kind>) node->provide(y);
-  return y;
-}
+template <typename Row, typename... Arguments>
+struct Smooth<Row, Tensor(const Tensor&, Arguments...)> {
+  using Node = SmoothBackward<Row, Arguments...>;
 
-template <typename Kind>
-Tensor& smooth_(Tensor& x, const Numbers& numbers) {
-  if (!use_lean_node(x) || x.is_view()) return Kind::value_(x, numbers);
-  torch::autograd::check_inplace(x, /*requires_grad=*/true);
-  const auto node = smooth_node<Kind>(x, numbers);
-  if constexpr (from_output<Kind>) {
-    node->input.note(x);
-  } else {
-    // The input is about to be written over: it comes from its producer if that can rebuild it without saving
-    // it, else from a copy.
-    const auto link = Link::find(x, /*provide=*/false);
-    node->input.keep(link && link->producer->secure() ? x : x.clone());
+  static Tensor call(const Tensor& x, Arguments... arguments) {
+    if (!use_lean_node(x)) return Row::value(x, arguments...);
+    const auto node = make_node<Node>(x);
+    node->arguments = {typename Owned<Arguments>::Type(arguments)...};
+    if constexpr (smooth::from_output<Row>) {
+      node->input.note(x);
+    } else {
+      node->input.keep(x);
+    }
+    Tensor y;
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      y = Row::value(x, arguments...);
+    }
+    LeanNode::attach(y, node);
+    if constexpr (smooth::from_output<Row>) node->provide(y);
+    return y;
   }
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    Kind::value_(x, numbers);
+
+  static Tensor& call_(Tensor& x, Arguments... arguments) {
+    if (!use_lean_node(x) || x.is_view()) return Row::value_(x, arguments...);
+    if constexpr (requires { typename Row::InPlace; }) {
+      using Other = Smooth<typename Row::InPlace, Tensor(const Tensor&, Arguments...)>;
+      if (Row::in_place(arguments...)) return Other::call_(x, arguments...);
+    }
+    torch::autograd::check_inplace(x, /*requires_grad=*/true);
+    const auto node = make_node<Node>(x);
+    node->arguments = {typename Owned<Arguments>::Type(arguments)...};
+    if constexpr (smooth::from_output<Row>) {
+      node->input.note(x);
+    } else {
+      // The input is about to be written over: it comes from its producer if that can rebuild it without
+      // saving it, else from a copy.
+      const auto link = Link::find(x, /*provide=*/false);
+      node->input.keep(link && link->producer->secure() ? x : x.clone());
+    }
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      Row::value_(x, arguments...);
+    }
+    LeanNode::attach(x, node, /*in_place=*/true);
+    if constexpr (smooth::from_output<Row>) node->provide(x);
+    return x;
   }
-  LeanNode::attach(x, node, /*in_place=*/true);
-  if constexpr (from_output<Kind>) node->provide(x);
-  return x;
-}
+};
 
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
-  m.impl("silu", [](const Tensor& x) { return smooth<Silu>(x, {}); });
-  m.impl("silu_", [](Tensor& x) -> Tensor& { return smooth_<Silu>(x, {}); });
-  m.impl("gelu", [](const Tensor& x, std::string_view mode) { return smooth<Gelu>(x, {1, 1, 1, mode}); });
-  m.impl("hardswish", [](const Tensor& x) { return smooth<Hardswish>(x, {}); });
-  m.impl("hardswish_", [](Tensor& x) -> Tensor& { return smooth_<Hardswish>(x, {}); });
-  m.impl("elu", [](const Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) {
-    return smooth<Elu>(x, {alpha, scale, input_scale});
+  smooth::for_each_row([&]<typename Row>(Row) {
+    using Operators = Smooth<Row, std::remove_pointer_t<std::decay_t<decltype(Row::value)>>>;
+    m.impl(Row::kName, &Operators::call);
+    if constexpr (smooth::has_operator_in_place<Row>)
+      m.impl(smooth::name_in_place<Row>().c_str(), &Operators::call_);
   });
-  m.impl("elu_",
-         [](Tensor& x, const Scalar& alpha, const Scalar& scale, const Scalar& input_scale) -> Tensor& {
-           const Numbers numbers{alpha, scale, input_scale};
-           return alpha.toDouble() < 0 ? smooth_<Elu>(x, numbers) : smooth_<EluInPlace>(x, numbers);
-         });
-  m.impl("softplus", [](const Tensor& x, const Scalar& beta, const Scalar& threshold) {
-    return smooth<Softplus>(x, {beta, threshold});
-  });
-  m.impl("mish", [](const Tensor& x) { return smooth<Mish>(x, {}); });
-  m.impl("mish_", [](Tensor& x) -> Tensor& { return smooth_<Mish>(x, {}); });
-  m.impl("sigmoid", [](const Tensor& x) { return smooth<Sigmoid>(x, {}); });
-  m.impl("sigmoid_", [](Tensor& x) -> Tensor& { return smooth_<Sigmoid>(x, {}); });
-  m.impl("tanh", [](const Tensor& x) { return smooth<Tanh>(x, {}); });
-  m.impl("tanh_", [](Tensor& x) -> Tensor& { return smooth_<Tanh>(x, {}); });
 }
 
 }  // namespace

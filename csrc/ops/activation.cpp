@@ -5,28 +5,21 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/elu.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/gelu.h>
 #include <ATen/ops/hardsigmoid.h>
-#include <ATen/ops/hardswish.h>
 #include <ATen/ops/hardtanh.h>
 #include <ATen/ops/leaky_relu.h>
-#include <ATen/ops/mish.h>
 #include <ATen/ops/prelu.h>
 #include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
-#include <ATen/ops/softplus.h>
-#include <ATen/ops/tanh.h>
 #include <ATen/ops/threshold.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "ops/handle.h"
+#include "ops/smooth.h"
 
 namespace patchconv {
 
@@ -170,20 +163,11 @@ void stock_activations(torch::Library& m) {
   m.impl("hardsigmoid", TORCH_FN(at::hardsigmoid));
   m.impl("hardsigmoid_", TORCH_FN(at::hardsigmoid_));
   m.impl("prelu", TORCH_FN(at::prelu));
-  m.impl("silu", TORCH_FN(at::silu));
-  m.impl("silu_", TORCH_FN(at::silu_));
-  m.impl("gelu", TORCH_FN(at::gelu));
-  m.impl("hardswish", TORCH_FN(at::hardswish));
-  m.impl("hardswish_", TORCH_FN(at::hardswish_));
-  m.impl("elu", TORCH_FN(at::elu));
-  m.impl("elu_", TORCH_FN(at::elu_));
-  m.impl("softplus", TORCH_FN(at::softplus));
-  m.impl("mish", TORCH_FN(at::mish));
-  m.impl("mish_", TORCH_FN(at::mish_));
-  m.impl("sigmoid", TORCH_FN(at::sigmoid));
-  m.impl("sigmoid_", TORCH_FN(at::sigmoid_));
-  m.impl("tanh", TORCH_FN(at::tanh));
-  m.impl("tanh_", TORCH_FN(at::tanh_));
+  smooth::for_each_row([&]<typename Row>(Row) {
+    m.impl(Row::kName, +Row::value);
+    if constexpr (smooth::has_operator_in_place<Row>)
+      m.impl(smooth::name_in_place<Row>().c_str(), +Row::value_);
+  });
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_activations(m); }

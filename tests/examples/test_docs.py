@@ -84,6 +84,7 @@ SMALL = {
     "torch.randn(4, 3, 224, 224)": "torch.randn(2, 3, 64, 64)",
     "torch.randn(16, 3, 224, 224)": "torch.randn(16, 3, 128, 128)",
     "torch.randn(1, 3, 512, 512)": "torch.randn(1, 3, 256, 256)",
+    "frontier=True)": "frontier=True, tiles=False)",
     "torch.randn(1, 3, 2048, 2048)": "torch.randn(1, 3, 64, 64)",
     'budget="270MiB"': 'budget="98MiB"',
     'x, budget="2GiB"': 'x, budget="120MiB"',
