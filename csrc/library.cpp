@@ -7,6 +7,7 @@
 // gradient is asked for, `weight` only if the input's is; `output_mask` asks for (input, weight, bias).
 #include <torch/library.h>
 
+#include "ops/masked.h"
 #include "ops/smooth.h"
 
 #define PATCHCONV_CONV(D)                                                                                    \
@@ -30,7 +31,6 @@
         "] dilation, *, int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
 TORCH_LIBRARY(patchconv, m) {
-  namespace smooth = patchconv::smooth;
   PATCHCONV_CONV(1)
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
@@ -55,24 +55,15 @@ TORCH_LIBRARY(patchconv, m) {
       "padding_mode=\"zeros\", int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // Activations, as torch's own. The _mask operators are described in core/mask.h and ops/activation.h.
-  m.def("relu(Tensor input) -> Tensor");
-  m.def("relu_(Tensor(a!) input) -> Tensor(a!)");
-  m.def("leaky_relu(Tensor input, Scalar negative_slope=0.01) -> Tensor");
-  m.def("leaky_relu_(Tensor(a!) input, Scalar negative_slope=0.01) -> Tensor(a!)");
-  m.def("hardtanh(Tensor input, Scalar min_val=-1, Scalar max_val=1) -> Tensor");
-  m.def("hardtanh_(Tensor(a!) input, Scalar min_val=-1, Scalar max_val=1) -> Tensor(a!)");
-  m.def("threshold(Tensor input, Scalar threshold, Scalar value) -> Tensor");
-  m.def("threshold_(Tensor(a!) input, Scalar threshold, Scalar value) -> Tensor(a!)");
-  m.def("hardsigmoid(Tensor input) -> Tensor");
-  m.def("hardsigmoid_(Tensor(a!) input) -> Tensor(a!)");
   m.def("prelu(Tensor input, Tensor weight) -> Tensor");
-  smooth::for_each_row([&]<typename Row>(Row) {
-    const auto define = [&](const std::string& name, const char* input, const char* output) {
-      m.def((name + "(" + input + " input" + Row::kArguments + ") -> " + output).c_str());
-    };
-    define(Row::kName, "Tensor", "Tensor");
-    if constexpr (smooth::has_operator_in_place<Row>)
-      define(smooth::name_in_place<Row>(), "Tensor(a!)", "Tensor(a!)");
+  const auto activation = [&](const std::string& name, const char* arguments, bool in_place) {
+    m.def((name + "(Tensor input" + arguments + ") -> Tensor").c_str());
+    if (in_place) m.def((name + "_(Tensor(a!) input" + arguments + ") -> Tensor(a!)").c_str());
+  };
+  patchconv::masked::for_each_row(
+      [&]<typename Row>(Row) { activation(Row::kName, Row::kArguments, /*in_place=*/true); });
+  patchconv::smooth::for_each_row([&]<typename Row>(Row) {
+    activation(Row::kName, Row::kArguments, patchconv::smooth::has_operator_in_place<Row>);
   });
   m.def("_mask_forward(Tensor input, int kind, float a, float b) -> (Tensor, Tensor)");
   m.def("_mask_forward_(Tensor(a!) input, int kind, float a, float b) -> Tensor");

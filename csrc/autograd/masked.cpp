@@ -1,23 +1,19 @@
-// Gradients of the piecewise linear activations: ReLU, LeakyReLU, Hardtanh and ReLU6, Threshold, Hardsigmoid,
-// PReLU.
+// Gradients of the piecewise linear activations (ops/masked.h) and of PReLU.
 //
 // They save one bit per element, or their output instead of the bits if it is saved anyway and shows the
 // same. The slope of a PReLU is a parameter: its gradient needs the input.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_prelu_kernel.h>
 #include <ATen/ops/_prelu_kernel_backward.h>
-#include <ATen/ops/hardtanh_backward.h>
-#include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/prelu.h>
-#include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 
 #include "autograd/activation.h"
+#include "ops/masked.h"
 
 namespace patchconv {
 
@@ -48,79 +44,57 @@ Tensor mask_backward_autograd(const Tensor& grad, const Tensor& bits, double ins
   return mask_backward(grad, bits, inside, outside);
 }
 
+template <typename Row>
 class MaskedBackward final : public ActivationNode {
  public:
-  MaskedBackward() : ActivationNode("patchconv::MaskedBackward") {}
+  MaskedBackward() : ActivationNode(Row::kNode) {}
 
-  std::string name() const override {
-    static constexpr std::array names = {"Relu", "LeakyRelu", "Hardtanh", "Threshold", "Hardsigmoid"};
-    return std::string("patchconv::") + names[static_cast<size_t>(mask)] + "Backward";
-  }
-
-  Mask mask = Mask::kRelu;
   double a = 0, b = 0;
   Source bits;
   std::vector<c10::SymInt> strides;
 
  protected:
   variable_list backward(const Tensor& grad) override {
-    if (has_output() && output_tells()) return {from_output(grad, value())};
-    const double inside = mask == Mask::kHardsigmoid ? 1.0F / 6 : 1;
-    const double outside = mask == Mask::kLeakyRelu ? a : 0;
-    return {with_flat_slope(mask_backward(in_layout(grad, strides), bits.get(*this), inside, outside))};
-  }
-
-  Tensor from_output(const Tensor& grad, const Tensor& y) const {
-    switch (mask) {
-      case Mask::kRelu:
-        return at::threshold_backward(grad, y, 0);
-      case Mask::kLeakyRelu:
-        return at::leaky_relu_backward(grad, y, a, /*self_is_result=*/true);
-      case Mask::kHardtanh:
-        return at::hardtanh_backward(grad, y, a, b);
-      case Mask::kThreshold:
-        return at::threshold_backward(grad, y, a);
-      case Mask::kHardsigmoid:
-        break;
-    }
-    TORCH_INTERNAL_ASSERT(false);
-  }
-
-  // Whether the output shows on which side of the threshold the input was.
-  bool output_tells() const {
-    return mask == Mask::kRelu || (mask == Mask::kLeakyRelu && a >= 0) ||
-           (mask == Mask::kHardtanh && a < b) || (mask == Mask::kThreshold && b <= a);
+    if (has_output() && Row::output_tells(a, b)) return {Row::from_output(grad, value(), a, b)};
+    return {with_flat_slope(mask_backward(in_layout(grad, strides), bits.get(*this), Row::slope_inside(),
+                                          Row::slope_outside(a)))};
   }
   void output_was_saved() override {
-    if (output_tells()) bits.release();
+    if (Row::output_tells(a, b)) bits.release();
   }
   std::vector<Source*> others() override { return {&bits}; }
 
   Tensor rebuild() override {
-    if (LeanNode* producer = input.linked_whole(); producer != nullptr && mask == Mask::kRelu) {
+    if (LeanNode* producer = input.linked_whole(); producer != nullptr && Row::kMask == Mask::kRelu) {
       if (Tensor y = producer->value_with_relu(); y.defined()) return y;
     }
     return ActivationNode::rebuild();
   }
-  Tensor apply_to(const Tensor& x) override { return stock_masked(x, mask, a, b); }
-  void apply_to_(Tensor& x) override { stock_masked_(x, mask, a, b); }
+  Tensor apply_to(const Tensor& x) override { return Row::value(x, a, b); }
+  void apply_to_(Tensor& x) override { Row::value_(x, a, b); }
 };
 
-Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!use_lean_node(x)) return stock_masked(x, mask, a, b);
-  const auto node = make_node<MaskedBackward>(x);
-  node->mask = mask;
+template <typename Row>
+auto masked_node(const Tensor& x, const Scalar& a, const Scalar& b) {
+  auto node = make_node<MaskedBackward<Row>>(x);
   node->a = a.toDouble();
   node->b = b.toDouble();
   node->input.note(x);
+  return node;
+}
+
+template <typename Row>
+Tensor masked_activation(const Tensor& x, const Scalar& a, const Scalar& b) {
+  if (!use_lean_node(x)) return Row::value(x, a, b);
+  const auto node = masked_node<Row>(x, a, b);
   Tensor y, bits;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     if (x.is_non_overlapping_and_dense()) {
-      std::tie(y, bits) = mask_forward(x, mask, node->a, node->b);
+      std::tie(y, bits) = mask_forward(x, Row::kMask, node->a, node->b);
     } else {
-      y = stock_masked(x, mask, a, b);
-      bits = mask_pack(in_layout(x, y.sym_strides()), mask, node->a, node->b);
+      y = Row::value(x, a, b);
+      bits = mask_pack(in_layout(x, y.sym_strides()), Row::kMask, node->a, node->b);
     }
   }
   node->bits.keep(bits);
@@ -129,20 +103,16 @@ Tensor masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
   return y;
 }
 
-Tensor& masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  if (!use_lean_node(x) || x.is_view() || !x.is_non_overlapping_and_dense())
-    return stock_masked_(x, mask, a, b);
+template <typename Row>
+Tensor& masked_activation_(Tensor& x, const Scalar& a, const Scalar& b) {
+  if (!use_lean_node(x) || x.is_view() || !x.is_non_overlapping_and_dense()) return Row::value_(x, a, b);
   torch::autograd::check_inplace(x, /*requires_grad=*/true);
-  const auto node = make_node<MaskedBackward>(x);
-  node->mask = mask;
-  node->a = a.toDouble();
-  node->b = b.toDouble();
-  node->input.note(x);
+  const auto node = masked_node<Row>(x, a, b);
   node->strides = x.sym_strides().vec();
   Tensor bits;
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    bits = mask_forward_(x, mask, node->a, node->b);
+    bits = mask_forward_(x, Row::kMask, node->a, node->b);
   }
   node->bits.keep(bits);
   LeanNode::attach(x, node, /*in_place=*/true);
@@ -208,23 +178,9 @@ Tensor prelu(const Tensor& x, const Tensor& parameter) {
 
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("_mask_backward", &mask_backward_autograd);
-  m.impl("relu", [](const Tensor& x) { return masked(x, Mask::kRelu, 0, 0); });
-  m.impl("relu_", [](Tensor& x) -> Tensor& { return masked_(x, Mask::kRelu, 0, 0); });
-  m.impl("leaky_relu", [](const Tensor& x, const Scalar& a) { return masked(x, Mask::kLeakyRelu, a, 0); });
-  m.impl("leaky_relu_",
-         [](Tensor& x, const Scalar& a) -> Tensor& { return masked_(x, Mask::kLeakyRelu, a, 0); });
-  m.impl("hardtanh",
-         [](const Tensor& x, const Scalar& a, const Scalar& b) { return masked(x, Mask::kHardtanh, a, b); });
-  m.impl("hardtanh_", [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& {
-    return masked_(x, Mask::kHardtanh, a, b);
+  masked::for_each_row([&]<typename Row>(Row) {
+    masked::register_row<Row, masked_activation<Row>, masked_activation_<Row>>(m);
   });
-  m.impl("threshold",
-         [](const Tensor& x, const Scalar& a, const Scalar& b) { return masked(x, Mask::kThreshold, a, b); });
-  m.impl("threshold_", [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& {
-    return masked_(x, Mask::kThreshold, a, b);
-  });
-  m.impl("hardsigmoid", [](const Tensor& x) { return masked(x, Mask::kHardsigmoid, 0, 0); });
-  m.impl("hardsigmoid_", [](Tensor& x) -> Tensor& { return masked_(x, Mask::kHardsigmoid, 0, 0); });
   m.impl("prelu", &prelu);
 }
 

@@ -8,55 +8,19 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/hardsigmoid.h>
-#include <ATen/ops/hardtanh.h>
-#include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/prelu.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/threshold.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "ops/handle.h"
+#include "ops/masked.h"
 #include "ops/smooth.h"
 
 namespace patchconv {
 
 using at::Scalar;
 using at::Tensor;
-
-Tensor stock_masked(const Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  switch (mask) {
-    case Mask::kRelu:
-      return at::relu(x);
-    case Mask::kLeakyRelu:
-      return at::leaky_relu(x, a);
-    case Mask::kHardtanh:
-      return at::hardtanh(x, a, b);
-    case Mask::kThreshold:
-      return at::threshold(x, a, b);
-    case Mask::kHardsigmoid:
-      return at::hardsigmoid(x);
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
-
-Tensor& stock_masked_(Tensor& x, Mask mask, const Scalar& a, const Scalar& b) {
-  switch (mask) {
-    case Mask::kRelu:
-      return at::relu_(x);
-    case Mask::kLeakyRelu:
-      return at::leaky_relu_(x, a);
-    case Mask::kHardtanh:
-      return at::hardtanh_(x, a, b);
-    case Mask::kThreshold:
-      return at::threshold_(x, a, b);
-    case Mask::kHardsigmoid:
-      return at::hardsigmoid_(x);
-  }
-  TORCH_INTERNAL_ASSERT(false);
-}
 
 namespace {
 
@@ -72,19 +36,12 @@ double threshold_of(const Tensor& input, double a) {
 Tensor inside(const Tensor& input, Mask mask, double a, double b) {
   // Stock compares in float32, with limits that are not rounded to half precision.
   const Tensor x = at::isReducedFloatingType(input.scalar_type()) ? input.to(at::kFloat) : input;
-  switch (mask) {
-    case Mask::kRelu:
-      return x.le(0).logical_not();
-    case Mask::kLeakyRelu:
-      return x.gt(0);
-    case Mask::kHardtanh:
-      return x.le(a).logical_or_(x.ge(b)).logical_not_();
-    case Mask::kThreshold:
-      return x.le(threshold_of(input, a)).logical_not();
-    case Mask::kHardsigmoid:
-      return x.gt(-3).logical_and(x.lt(3));
-  }
-  TORCH_INTERNAL_ASSERT(false);
+  if (mask == Mask::kThreshold) a = threshold_of(input, a);
+  return masked::with_row(mask, [&]<typename Row>(Row) { return Row::inside(x, a, b); });
+}
+
+Tensor stock_masked(const Tensor& x, Mask mask, double a, double b) {
+  return masked::with_row(mask, [&]<typename Row>(Row) { return Row::value(x, a, b); });
 }
 
 }  // namespace
@@ -152,16 +109,7 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
 }
 
 void stock_activations(torch::Library& m) {
-  m.impl("relu", TORCH_FN(at::relu));
-  m.impl("relu_", TORCH_FN(at::relu_));
-  m.impl("leaky_relu", TORCH_FN(at::leaky_relu));
-  m.impl("leaky_relu_", TORCH_FN(at::leaky_relu_));
-  m.impl("hardtanh", TORCH_FN(at::hardtanh));
-  m.impl("hardtanh_", TORCH_FN(at::hardtanh_));
-  m.impl("threshold", TORCH_FN(at::threshold));
-  m.impl("threshold_", TORCH_FN(at::threshold_));
-  m.impl("hardsigmoid", TORCH_FN(at::hardsigmoid));
-  m.impl("hardsigmoid_", TORCH_FN(at::hardsigmoid_));
+  masked::for_each_row([&]<typename Row>(Row) { masked::register_row<Row, Row::value, Row::value_>(m); });
   m.impl("prelu", TORCH_FN(at::prelu));
   smooth::for_each_row([&]<typename Row>(Row) {
     m.impl(Row::kName, +Row::value);

@@ -34,10 +34,6 @@ at::Tensor mask_backward_with_aten(const at::Tensor& grad, const at::Tensor& bit
 std::tuple<at::Tensor, at::Tensor> add_mask_forward_with_aten(const at::Tensor& input,
                                                               const at::Tensor& other);
 
-// Stock PyTorch's operator for a piecewise linear activation.
-at::Tensor stock_masked(const at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
-at::Tensor& stock_masked_(at::Tensor& x, Mask mask, const at::Scalar& a, const at::Scalar& b);
-
 // patchconv::_mask_*, through the dispatcher. Inputs and gradients are dense; masks follow their memory
 // order.
 std::tuple<at::Tensor, at::Tensor> mask_forward(const at::Tensor& input, Mask mask, double a, double b);

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.counts import Hooked
+from support.pairs import todays
 from support.threads import on_threads
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -121,7 +122,7 @@ def test_what_the_convolution_reads_is_freed(device, name):
         y.sum().backward()
 
 
-@ALL
+@pytest.mark.parametrize("name", todays(CHAINS))
 def test_first_and_second_derivatives(device, name):
     x, p, w = leaves(device)
     x, w = x[:1, :, :3, :3].detach().requires_grad_(), w[:1].detach().requires_grad_()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pairs import todays
 from support.ranks import needs_gloo, run
 from support.spatial_cases import Apply, Cases, each, mesh_of, whole
 from support.spatial_chains import structured
@@ -124,7 +125,7 @@ def results(cases: str, mesh: str) -> list[dict[str, list[str]]]:
     return run(world, in_pieces, f"test_spatial_volumes:{cases}", shape, dims, list(globals()[cases]), timeout=150)
 
 
-@pytest.mark.parametrize("mesh", ["2 of depth", "3 of depth", "2x2"])
+@pytest.mark.parametrize("mesh", todays(["2 of depth", "3 of depth", "2x2"], 3))
 @pytest.mark.parametrize("name", VOLUMES)
 def test_volumes(mesh: str, name: str) -> None:
     found = [(rank, result[name]) for rank, result in enumerate(results("VOLUMES", mesh)) if result[name]]

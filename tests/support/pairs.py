@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+
+from .seeds import SWEEP_SEED
 
 FULL = os.environ.get("PATCHCONV_FULL_TESTS", "") == "1"
 only_full = pytest.mark.skipif(not FULL, reason="part of `make check`: set PATCHCONV_FULL_TESTS=1")
@@ -40,6 +42,11 @@ def covering(values: Mapping[str, Sequence[Any]], allowed: Callable[..., bool] =
         left -= covered
         chosen.append(one)
     return chosen
+
+
+def todays(cases: Iterable[Any], of: int = 2) -> list[Any]:
+    """One in `of` cases, on the next day others: each comes up every `of` days. All of them under `make check`."""
+    return list(cases) if FULL else list(cases)[SWEEP_SEED % of :: of]
 
 
 def name_of(value: Any) -> str | None:

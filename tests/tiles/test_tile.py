@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import random
 import weakref
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.modules import of_torchvision
-from support.pairs import FULL
+from support.pairs import FULL, todays
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, Residual, chain, differences, structured
 from torch import Tensor, nn
@@ -132,8 +133,7 @@ def made(name: str) -> tuple[nn.Module, Tensor, str]:
     return model, image(*shape), budget
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "converted"), todays(itertools.product(MODELS, [False, True])))
 @torch.no_grad()
 def test_whole_models_keep_their_budget_and_the_numbers(name: str, converted: bool) -> None:
     model, x, budget = made(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pairs import FULL, pairwise
+from support.pairs import FULL, pairwise, todays
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import Gate, Residual, chain, differences, structured
 from torch import Tensor, nn
@@ -116,8 +117,9 @@ NETWORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 44, 50), (3, 3, 30, 26)], ids=str)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "shape"), todays(itertools.product(NETWORKS, [(1, 3, 44, 50), (3, 3, 30, 26)])), ids=str
+)
 @torch.no_grad()
 def test_networks(name: str, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ order its streams keep to, the numbers are those of one call, and all that is wr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pairs import FULL
+from support.pairs import FULL, todays
 from support.seeds import SWEEP_SEED
 from support.spatial_chains import chain, structured
 from support.streams import Streams
@@ -56,8 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "way"), todays(itertools.product(NETWORKS, WAYS)))
 @torch.no_grad()
 def test_networks(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, way: str) -> None:
     monkeypatch.setattr(strip_sizes, "STRIP", 20_000)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pairs import todays
 from support.spatial_chains import structured
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -59,9 +61,8 @@ def by_onednn(plan: Any) -> int:
     return sum(conv3d_by_onednn in (call.function, *call.args[3:4]) for call in calls)
 
 
-@pytest.mark.parametrize("convert", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("batch", "last"), [(1, False), (1, True), (2, False)])
+@pytest.mark.parametrize(("norm", "convert"), todays(itertools.product(NORMS, [False, True])))
 @torch.no_grad()
 def test_strips_of_volumes(batch: int, last: bool, norm: str, convert: bool) -> None:
     """torch takes another library for the first convolution of one volume, which has few channels."""

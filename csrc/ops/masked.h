@@ -1,0 +1,175 @@
+// The piecewise linear activations, which save one bit per element: a row each. Schemas (library.cpp), stock
+// operators and bits made by them (activation.cpp) and nodes (autograd/masked.cpp) follow from it. The
+// kernels that make values and bits in one pass are in cpu/mask.cpp and cuda/kernels/mask.cu.
+//
+// A row is a type with
+//     kMask             its number (core/mask.h)
+//     kName, kNode      the operator's name and its node's
+//     kNumbers, kArguments  how many numbers follow the input (none where Row has it), as the schema says it
+//     value, value_     stock's function of the input and two numbers, and the one in place
+//     inside            where the bit is 1
+//     output_tells      whether the output shows the bit: then from_output is the gradient by the output
+//     slope_inside, slope_outside   what a gradient is multiplied with
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/hardsigmoid.h>
+#include <ATen/ops/hardtanh.h>
+#include <ATen/ops/hardtanh_backward.h>
+#include <ATen/ops/leaky_relu.h>
+#include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/threshold.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "core/mask.h"
+
+namespace patchconv::masked {
+
+using at::Scalar;
+using at::Tensor;
+
+// What most rows have.
+struct Row {
+  static constexpr int kNumbers = 0;
+  static constexpr const char* kArguments = "";
+  static double slope_inside() { return 1; }
+  static double slope_outside(double) { return 0; }
+};
+
+struct Relu : Row {
+  static constexpr Mask kMask = Mask::kRelu;
+  static constexpr const char* kName = "relu";
+  static constexpr const char* kNode = "patchconv::ReluBackward";
+  static Tensor value(const Tensor& x, const Scalar&, const Scalar&) { return at::relu(x); }
+  static Tensor& value_(Tensor& x, const Scalar&, const Scalar&) { return at::relu_(x); }
+  static Tensor inside(const Tensor& x, double, double) { return x.le(0).logical_not(); }
+  static bool output_tells(double, double) { return true; }
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double, double) {
+    return at::threshold_backward(grad, y, 0);
+  }
+};
+
+struct LeakyRelu : Row {
+  static constexpr Mask kMask = Mask::kLeakyRelu;
+  static constexpr const char* kName = "leaky_relu";
+  static constexpr const char* kNode = "patchconv::LeakyReluBackward";
+  static constexpr int kNumbers = 1;
+  static constexpr const char* kArguments = ", Scalar negative_slope=0.01";
+  static Tensor value(const Tensor& x, const Scalar& slope, const Scalar&) {
+    return at::leaky_relu(x, slope);
+  }
+  static Tensor& value_(Tensor& x, const Scalar& slope, const Scalar&) { return at::leaky_relu_(x, slope); }
+  static Tensor inside(const Tensor& x, double, double) { return x.gt(0); }
+  static bool output_tells(double slope, double) { return slope >= 0; }
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double slope, double) {
+    return at::leaky_relu_backward(grad, y, slope, /*self_is_result=*/true);
+  }
+  static double slope_outside(double slope) { return slope; }
+};
+
+struct Hardtanh : Row {
+  static constexpr Mask kMask = Mask::kHardtanh;
+  static constexpr const char* kName = "hardtanh";
+  static constexpr const char* kNode = "patchconv::HardtanhBackward";
+  static constexpr int kNumbers = 2;
+  static constexpr const char* kArguments = ", Scalar min_val=-1, Scalar max_val=1";
+  static Tensor value(const Tensor& x, const Scalar& min, const Scalar& max) {
+    return at::hardtanh(x, min, max);
+  }
+  static Tensor& value_(Tensor& x, const Scalar& min, const Scalar& max) {
+    return at::hardtanh_(x, min, max);
+  }
+  static Tensor inside(const Tensor& x, double min, double max) {
+    return x.le(min).logical_or_(x.ge(max)).logical_not_();
+  }
+  static bool output_tells(double min, double max) { return min < max; }
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double min, double max) {
+    return at::hardtanh_backward(grad, y, min, max);
+  }
+};
+
+struct Threshold : Row {
+  static constexpr Mask kMask = Mask::kThreshold;
+  static constexpr const char* kName = "threshold";
+  static constexpr const char* kNode = "patchconv::ThresholdBackward";
+  static constexpr int kNumbers = 2;
+  static constexpr const char* kArguments = ", Scalar threshold, Scalar value";
+  static Tensor value(const Tensor& x, const Scalar& threshold, const Scalar& value) {
+    return at::threshold(x, threshold, value);
+  }
+  static Tensor& value_(Tensor& x, const Scalar& threshold, const Scalar& value) {
+    return at::threshold_(x, threshold, value);
+  }
+  static Tensor inside(const Tensor& x, double threshold, double) { return x.le(threshold).logical_not(); }
+  static bool output_tells(double threshold, double value) { return value <= threshold; }
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double threshold, double) {
+    return at::threshold_backward(grad, y, threshold);
+  }
+};
+
+struct Hardsigmoid : Row {
+  static constexpr Mask kMask = Mask::kHardsigmoid;
+  static constexpr const char* kName = "hardsigmoid";
+  static constexpr const char* kNode = "patchconv::HardsigmoidBackward";
+  static Tensor value(const Tensor& x, const Scalar&, const Scalar&) { return at::hardsigmoid(x); }
+  static Tensor& value_(Tensor& x, const Scalar&, const Scalar&) { return at::hardsigmoid_(x); }
+  static Tensor inside(const Tensor& x, double, double) { return x.gt(-3).logical_and(x.lt(3)); }
+  static bool output_tells(double, double) { return false; }
+  static Tensor from_output(const Tensor&, const Tensor&, double, double) {
+    TORCH_INTERNAL_ASSERT(false, "hardsigmoid: its output does not tell");
+  }
+  static double slope_inside() { return 1.0F / 6; }
+};
+
+using Rows = std::tuple<Relu, LeakyRelu, Hardtanh, Threshold, Hardsigmoid>;
+
+// Calls `use` with each row.
+template <typename Use>
+void for_each_row(const Use& use) {
+  std::apply([&](auto... rows) { (use(rows), ...); }, Rows{});
+}
+
+// Calls `use` with the row of a mask.
+template <typename Use>
+auto with_row(Mask mask, const Use& use) {
+  switch (mask) {
+    case Mask::kRelu:
+      return use(Relu{});
+    case Mask::kLeakyRelu:
+      return use(LeakyRelu{});
+    case Mask::kHardtanh:
+      return use(Hardtanh{});
+    case Mask::kThreshold:
+      return use(Threshold{});
+    case Mask::kHardsigmoid:
+      return use(Hardsigmoid{});
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+// Registers a row's operator and the one in place: kForward and kInPlace are functions of the input and two
+// numbers, of which the operators take as many as the row says.
+template <typename Activation, auto kForward, auto kInPlace>
+void register_row(torch::Library& m) {
+  const std::string in_place = std::string(Activation::kName) + "_";
+  if constexpr (Activation::kNumbers == 0) {
+    m.impl(Activation::kName, [](const Tensor& x) { return kForward(x, 0, 0); });
+    m.impl(in_place.c_str(), [](Tensor& x) -> Tensor& { return kInPlace(x, 0, 0); });
+  } else if constexpr (Activation::kNumbers == 1) {
+    m.impl(Activation::kName, [](const Tensor& x, const Scalar& a) { return kForward(x, a, 0); });
+    m.impl(in_place.c_str(), [](Tensor& x, const Scalar& a) -> Tensor& { return kInPlace(x, a, 0); });
+  } else {
+    m.impl(Activation::kName,
+           [](const Tensor& x, const Scalar& a, const Scalar& b) { return kForward(x, a, b); });
+    m.impl(in_place.c_str(),
+           [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& { return kInPlace(x, a, b); });
+  }
+}
+
+}  // namespace patchconv::masked
