@@ -33,6 +33,8 @@ class ConvBackward final : public LeanNode {
 
  protected:
   variable_list backward(const Tensor& grad) override {
+    // Nothing is saved, and so nothing else would notice, where the bias alone is trained.
+    TORCH_CHECK(!released(), torch::autograd::ERR_BACKWARD_TWICE);
     const std::array<bool, 3> want = {task_should_compute_output(0), task_should_compute_output(1),
                                       task_should_compute_output(2)};
     // A saved input serves the input's gradient too: stock computes both in one call.

@@ -401,7 +401,7 @@ void LeanNode::hold(at::TensorList operands) {
 
 void LeanNode::attach(const Tensor& output, const NodePtr& node, bool in_place) {
   auto& lean = static_cast<LeanNode&>(*node);
-  if (last_held.node != nullptr && last_held.node != node.get()) {
+  if (lean.may_save_output() && last_held.node != nullptr && last_held.node != node.get()) {
     const auto& edges = node->next_edges();
     const bool goes_on = std::any_of(edges.begin(), edges.end(),
                                      [](const auto& edge) { return edge.function.get() == last_held.node; });

@@ -146,13 +146,14 @@ class LeanNode : public torch::autograd::Node {
   virtual std::vector<Source*> sources() { return {}; }
   virtual std::vector<Source*> others() { return {}; }
   // Whether consumers may have the node save its output where it cannot rebuild it: it is then held until the
-  // node's own backward is done.
+  // node's own backward is done. A node that may not has no part in chains: it leaves held operands alone.
   virtual bool may_save_output() const { return true; }
   // Whether noted operands may be saved instead of the output.
   virtual bool may_promote() const { return false; }
   // Called when the output was saved: what backward() no longer needs may be released.
   virtual void output_was_saved() {}
   bool has_output() const { return output_saved_; }
+  bool released() const { return released_; }
   // For a gradient of an operator that is linear, at least piecewise. With grad mode on it depends on all
   // inputs of the node, as stock's does, with derivatives of zero.
   at::Tensor with_flat_slope(const at::Tensor& gradient) const;

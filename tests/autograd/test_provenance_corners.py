@@ -251,6 +251,44 @@ def test_a_thread_that_ends_lets_go(device):
         time.sleep(0.01)
 
 
+def test_a_convolution_ends_the_hold_on_the_operands_of_a_concatenation(device):
+    """What follows the convolution is no consumer of the concatenation: its operands are not kept for it."""
+    x, w = image(device), image(device, 4, 8, 3, 3)
+    one, two = lf.silu(x * 1), lf.silu(x * 2)
+    alive = [weakref.ref(one), weakref.ref(two)]
+    y = pc.functional.conv2d(lf.cat([one, two], 1), w, padding=1)
+    del one, two
+    y = lf.relu(lf.batch_norm(y, None, None, training=True))
+    assert y.requires_grad and not [ref for ref in alive if ref() is not None]
+
+
+def test_a_convolution_of_something_else_leaves_held_operands_alone(device):
+    """An upsampled image's consumer saves the small image, whatever is computed between the two."""
+    x, v, w = image(device), image(device, 4, 4, 3, 3), image(device, 4, 4, 3, 3)
+    shapes: list[torch.Size] = []
+    with saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):  # type: ignore[func-returns-value]
+        small = x + 1
+        large = lf.interpolate(small, scale_factor=4, mode="nearest")
+        size = small.shape
+        del small
+        other = pc.functional.conv2d(torch.ones_like(x), v)
+        shapes.clear()
+        y = pc.functional.conv2d(large, w)
+    assert other.requires_grad and y.requires_grad
+    assert shapes == [size, w.shape]
+
+
+def test_a_second_backward_is_refused_where_the_bias_alone_is_trained(device):
+    x, w = image(device).detach(), image(device, 4, 4, 3, 3).detach()
+    b = torch.zeros(4, dtype=x.dtype, device=device, requires_grad=True)
+    y = pc.functional.conv2d(x, w, b).sum()
+    y.backward()
+    first = b.grad.clone()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.backward()
+    assert torch.equal(b.grad, first)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_converted_code(device, reentrant):
     """A method that the model checkpoints runs again in backward, outside of the block."""
