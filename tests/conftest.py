@@ -44,8 +44,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def what_is_there_stays() -> None:
-    """The garbage collector, which every count of memory calls, need not look at modules and tests each time: that took
-    up to a second a call, late in a run.
+    """The garbage collector, which every count of memory calls, need not look at modules and tests each time, which
+    takes the longer the more of them there are.
     """
     gc.collect()
     gc.freeze()

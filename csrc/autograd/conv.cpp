@@ -17,12 +17,6 @@ using at::Tensor;
 
 namespace {
 
-OptionalTensor optional(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-Tensor or_none(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
-
 class ConvBackward final : public LeanNode {
  public:
   ConvBackward() : LeanNode("patchconv::ConvBackward") {}
@@ -41,7 +35,7 @@ class ConvBackward final : public LeanNode {
     const Tensor x = want[1] || input.linked() == nullptr ? input.get(*this) : Tensor();
     variable_list grads(3);
     std::tie(grads[0], grads[1], grads[2]) = call_conv_backward(
-        spec.get(), grad, optional(x), optional(weight.get(*this)), input_size, weight_size, want);
+        spec.get(), grad, if_defined(x), if_defined(weight.get(*this)), input_size, weight_size, want);
     return grads;
   }
   std::vector<Source*> others() override { return {&input, &weight}; }

@@ -32,11 +32,8 @@ class ConvReluBackward final : public LeanNode {
   variable_list backward(const Tensor& grad) override {
     const std::array<bool, 3> want = {task_should_compute_output(0), task_should_compute_output(1),
                                       task_should_compute_output(2)};
-    const auto given = [](const Tensor& tensor) {
-      return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-    };
-    const auto x = given(want[1] ? input.get(*this) : Tensor());
-    const auto w = given(want[0] ? weight.get(*this) : Tensor());
+    const auto x = if_defined(want[1] ? input.get(*this) : Tensor());
+    const auto w = if_defined(want[0] ? weight.get(*this) : Tensor());
     const bool recorded = at::GradMode::is_enabled();
     variable_list grads(4);
     if (!recorded && !has_output() && !task_should_compute_output(3)) {
@@ -65,7 +62,6 @@ Tensor conv2d_fused(const Tensor& input, const Tensor& weight, const OptionalTen
                     OptionalIntArrayRef splits) {
   const ConvSpec spec = conv_spec(2, stride, padding, dilation, groups, padding_mode, splits);
   const FusedParts parts{scale, residual, relu};
-  const auto or_none = [](const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); };
   const Tensor b = or_none(bias), factor = or_none(scale), more = or_none(residual);
   const bool tangent =
       has_tangent(input) || has_tangent(weight) || has_tangent(b) || has_tangent(factor) || has_tangent(more);

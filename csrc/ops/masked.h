@@ -135,22 +135,15 @@ void for_each_row(const Use& use) {
   std::apply([&](auto... rows) { (use(rows), ...); }, Rows{});
 }
 
-// Calls `use` with the row of a mask.
+// What `use` makes with the row of a mask.
 template <typename Use>
-auto with_row(Mask mask, const Use& use) {
-  switch (mask) {
-    case Mask::kRelu:
-      return use(Relu{});
-    case Mask::kLeakyRelu:
-      return use(LeakyRelu{});
-    case Mask::kHardtanh:
-      return use(Hardtanh{});
-    case Mask::kThreshold:
-      return use(Threshold{});
-    case Mask::kHardsigmoid:
-      return use(Hardsigmoid{});
-  }
-  TORCH_INTERNAL_ASSERT(false);
+Tensor with_row(Mask mask, const Use& use) {
+  Tensor made;
+  for_each_row([&]<typename One>(One row) {
+    if (One::kMask == mask) made = use(row);
+  });
+  TORCH_INTERNAL_ASSERT(made.defined());
+  return made;
 }
 
 // Registers a row's operator and the one in place: kForward and kInPlace are functions of the input and two

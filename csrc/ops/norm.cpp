@@ -54,8 +54,6 @@ Tensor instance_norm(const Tensor& input, const OptionalTensor& weight, const Op
 
 namespace {
 
-Tensor or_none(const OptionalTensor& tensor) { return tensor.has_value() ? *tensor : Tensor(); }
-
 Tensor stock_batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                         const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
                         double momentum, double eps) {

@@ -10,6 +10,12 @@ namespace patchconv {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+inline at::Tensor or_none(const OptionalTensor& tensor) {
+  return tensor.has_value() ? *tensor : at::Tensor();
+}
+inline OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
 inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
 }  // namespace patchconv

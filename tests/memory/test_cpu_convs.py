@@ -272,7 +272,7 @@ def test_random_ones_take_no_more(seed):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("channels, side, kernel, batch", [(256, 7, 3, 1), (64, 56, 3, 1), (128, 14, 1, 4)])
 def test_half_precision_in_float32(channels: int, side: int, kernel: int, batch: int, last: bool) -> None:
-    """Where the processor cannot multiply it: a converted convolution has two or three of its weights in float32."""
+    """Where the processor cannot multiply it: a converted convolution has up to two copies of its weight in float32."""
     order = torch.channels_last if last else torch.contiguous_format
     conv = pc.convert(torch.nn.Conv2d(channels, channels, kernel, padding=kernel // 2)).to(torch.bfloat16)
     conv = conv.to(memory_format=order)

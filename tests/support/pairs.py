@@ -45,7 +45,7 @@ def covering(values: Mapping[str, Sequence[Any]], allowed: Callable[..., bool] =
 
 
 def todays(cases: Iterable[Any], of: int = 2) -> list[Any]:
-    """One in `of` cases, on the next day others: each comes up every `of` days. All of them under `make check`."""
+    """One in `of` cases; which ones follows from the seed of the day. All of them under `make check`."""
     return list(cases) if FULL else list(cases)[SWEEP_SEED % of :: of]
 
 
