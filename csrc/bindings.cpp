@@ -19,7 +19,7 @@
 #include "core/settings.h"
 #include "core/strips.h"
 #include "memory/census.h"
-#include "ops/conv_rooms.h"
+#include "ops/conv.h"
 #include "ops/explain.h"
 
 namespace py = pybind11;
@@ -75,6 +75,10 @@ py::dict path_dict(const patchconv::PathRecord& record) {
   return d;
 }
 
+at::OptionalIntArrayRef optional_ref(const std::optional<std::vector<int64_t>>& list) {
+  return list.has_value() ? at::OptionalIntArrayRef(*list) : std::nullopt;
+}
+
 py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& weight,
               const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
               const std::vector<int64_t>& output_padding, const std::vector<int64_t>& dilation,
@@ -82,9 +86,19 @@ py::dict plan(const std::vector<int64_t>& input, const std::vector<int64_t>& wei
               const std::optional<std::vector<int64_t>>& splits, const std::vector<int64_t>& input_stride,
               const std::vector<int64_t>& weight_stride, const std::string& dtype,
               const std::string& weight_dtype, const std::string& device, const std::string& pass) {
-  const patchconv::ConvExplanation e = patchconv::explain_conv(
-      {input, weight, stride, padding, output_padding, dilation, groups, transposed, padding_mode, splits,
-       input_stride, weight_stride, dtype, weight_dtype, device, pass});
+  const auto dims = static_cast<int>(weight.size()) - 2;
+  if (dims < 1 || dims > 3) {
+    throw py::value_error("explain: expected weight to have 3, 4 or 5 dimensions, got " +
+                          std::to_string(weight.size()));
+  }
+  const patchconv::ConvSpec spec =
+      transposed
+          ? patchconv::transposed_spec(dims, stride, padding, output_padding, groups, dilation,
+                                       optional_ref(splits))
+          : patchconv::conv_spec(dims, stride, padding, dilation, groups, padding_mode, optional_ref(splits));
+  const patchconv::ConvExplanation e =
+      patchconv::explain_conv(spec, patchconv::stand_in(input, input_stride, dtype),
+                              patchconv::stand_in(weight, weight_stride, weight_dtype), device, pass);
   py::dict d;
   d["path"] = e.kernel ? "native" : e.plan.tiled ? "tiled" : "stock";
   d["kernel"] = e.kernel ? py::object(py::str(e.kernel.name)) : py::none();
@@ -175,10 +189,6 @@ bool prefers_native_kernel(int arch, const std::string& pass, const std::string&
   }
   return patchconv::prefers_native_kernel(
       arch, {pass, dtype, layout == "channels_last", groups, sources, outputs, taps, stride, places});
-}
-
-at::OptionalIntArrayRef optional_ref(const std::optional<std::vector<int64_t>>& list) {
-  return list.has_value() ? at::OptionalIntArrayRef(*list) : std::nullopt;
 }
 
 at::Tensor conv(int dims, const at::Tensor& input, const at::Tensor& weight,

@@ -3,56 +3,52 @@
 //
 // `padding` takes one number, one per spatial dimension, or two per dimension: (before, after) of the first,
 // and so on. `splits` is the number of pieces the output is cut into: None (automatic), one number (the first
-// spatial dimension) or one per dimension. In the *_backward operators `input` is needed only if the weight's
-// gradient is asked for, `weight` only if the input's is; `output_mask` asks for (input, weight, bias).
+// spatial dimension) or one per dimension.
 #include <torch/library.h>
 
 #include "ops/masked.h"
 #include "ops/smooth.h"
 
-#define PATCHCONV_CONV(D)                                                                                    \
-  m.def("conv" #D "d(Tensor input, Tensor weight, Tensor? bias=None, int[" #D "] stride=1, int[" #D          \
-        "] padding=0, int[" #D                                                                               \
-        "] dilation=1, int groups=1, *, str padding_mode=\"zeros\", int[1]? splits=None"                     \
-        ") -> Tensor");                                                                                      \
-  m.def(                                                                                                     \
-      "conv" #D                                                                                              \
-      "d_backward(Tensor grad_output, Tensor? input, Tensor? weight, SymInt[] input_size, SymInt[] "         \
-      "weight_size, int[" #D "] stride, int[" #D "] padding, int[" #D                                        \
-      "] dilation, int groups, *, str padding_mode=\"zeros\", int[1]? splits=None, bool[3] output_mask) -> " \
-      "(Tensor, Tensor, Tensor)");                                                                           \
-  m.def("conv_transpose" #D "d(Tensor input, Tensor weight, Tensor? bias=None, int[" #D                      \
-        "] stride=1, int[" #D "] padding=0, int[" #D "] output_padding=0, int groups=1, int[" #D             \
-        "] dilation=1, *, int[1]? splits=None) -> Tensor");                                                  \
-  m.def("conv_transpose" #D                                                                                  \
-        "d_backward(Tensor grad_output, Tensor? input, Tensor? weight, SymInt[] input_size, SymInt[] "       \
-        "weight_size, int[" #D "] stride, int[" #D "] padding, int[" #D                                      \
-        "] output_padding, int groups, int[" #D                                                              \
-        "] dilation, *, int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-
 TORCH_LIBRARY(patchconv, m) {
+#define PATCHCONV_CONV(D)                                                                           \
+  m.def("conv" #D "d(Tensor input, Tensor weight, Tensor? bias=None, int[" #D "] stride=1, int[" #D \
+        "] padding=0, int[" #D                                                                      \
+        "] dilation=1, int groups=1, *, str padding_mode=\"zeros\", int[1]? splits=None"            \
+        ") -> Tensor");                                                                             \
+  m.def("conv_transpose" #D "d(Tensor input, Tensor weight, Tensor? bias=None, int[" #D             \
+        "] stride=1, int[" #D "] padding=0, int[" #D "] output_padding=0, int groups=1, int[" #D    \
+        "] dilation=1, *, int[1]? splits=None) -> Tensor");
   PATCHCONV_CONV(1)
   PATCHCONV_CONV(2)
   PATCHCONV_CONV(3)
+#undef PATCHCONV_CONV
+  m.def(
+      "conv2d_fused(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] "
+      "dilation=1, int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str "
+      "padding_mode=\"zeros\", int[1]? splits=None) -> Tensor");
+
+  // What these call, with arguments that are checked (ops/conv.h). A list has one entry per dimension,
+  // padding two. For backward, `input` is needed only if the weight's gradient is asked for, `weight` only if
+  // the input's is; `output_mask` asks for (input, weight, bias).
+  m.def(
+      "_convolution(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+      "int[] output_padding, int[] splits, int groups, bool transposed, str padding_mode) -> Tensor");
+  m.def(
+      "_convolution_backward(Tensor grad_output, Tensor? input, Tensor? weight, SymInt[] input_size, "
+      "SymInt[] "
+      "weight_size, int[] stride, int[] padding, int[] dilation, int[] output_padding, int[] splits, int "
+      "groups, bool transposed, str padding_mode, bool[3] output_mask, Tensor? bits) -> (Tensor, Tensor, "
+      "Tensor)");
+  m.def(
+      "_convolution_fused(Tensor input, Tensor weight, Tensor? bias, Tensor? scale, Tensor? residual, bool "
+      "relu, bool mask, int[] stride, int[] padding, int[] dilation, int[] splits, int groups, str "
+      "padding_mode) -> (Tensor, Tensor)");
 
   // conv3d without gradients by oneDNN on a CPU, also where torch takes another library for a small volume.
   m.def(
       "_conv3d_onednn(Tensor input, Tensor weight, Tensor? bias, int[3] stride, int[3] padding, int[3] "
       "dilation, int groups) -> Tensor");
-
-  // relu(conv * scale + bias + residual); ops/conv_fused.h. `mask`: also return ReLU's bits.
-#define PATCHCONV_FUSED                                                                                    \
-  "Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, int[2] dilation=1, " \
-  "int groups=1, *, Tensor? scale=None, Tensor? residual=None, bool relu=False, str "                      \
-  "padding_mode=\"zeros\", "                                                                               \
-  "int[1]? splits=None"
-  m.def("conv2d_fused(" PATCHCONV_FUSED ") -> Tensor");
-  m.def("_conv2d_fused(" PATCHCONV_FUSED ", bool mask) -> (Tensor, Tensor)");
-#undef PATCHCONV_FUSED
-  m.def(
-      "_conv2d_masked_backward(Tensor grad_output, Tensor bits, Tensor? input, Tensor? weight, SymInt[] "
-      "input_size, SymInt[] weight_size, int[2] stride, int[2] padding, int[2] dilation, int groups, *, str "
-      "padding_mode=\"zeros\", int[1]? splits=None, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // Activations, as torch's own. The _mask operators are described in core/mask.h and ops/activation.h.
   m.def("prelu(Tensor input, Tensor weight) -> Tensor");

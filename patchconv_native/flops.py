@@ -51,38 +51,42 @@ def register() -> None:
 
 
 def _register(counter: Any) -> None:
-    formulas = {torch.ops.patchconv._conv3d_onednn: _forward(counter, 3, False)}
-    for dims in (1, 2, 3):
-        for transposed in (False, True):
-            name = f"conv{'_transpose' if transposed else ''}{dims}d"
-            formulas[getattr(torch.ops.patchconv, name)] = _forward(counter, dims, transposed)
-            formulas[getattr(torch.ops.patchconv, f"{name}_backward")] = _backward(counter, dims, transposed)
+    ops = torch.ops.patchconv
+    formulas = {
+        ops._convolution: _forward(counter, transposed_at=9),
+        ops._convolution_fused: _forward(counter),
+        ops._conv3d_onednn: _forward(counter),
+        ops._convolution_backward: _backward(counter),
+    }
     for op, formula in formulas.items():
         if op not in counter.flop_registry:
             counter.register_flop_formula(op)(formula)
 
 
-def _batched(shape: Sequence[int], dims: int) -> list[int]:
+def _batched(shape: Sequence[int], weight: Sequence[int]) -> list[int]:
     """The shape with a batch dimension: stock operators add it before the counter sees a single image."""
-    return [1] * (dims + 2 - len(shape)) + list(shape)
+    return [1] * (len(weight) - len(shape)) + list(shape)
 
 
-def _forward(counter: Any, dims: int, transposed: bool) -> Callable[..., int]:
-    def formula(input: Any, weight: Any, *_args: Any, out_shape: Any, **_kwargs: Any) -> int:
-        return counter.conv_flop_count(_batched(input, dims), weight, _batched(out_shape, dims), transposed=transposed)
+def _forward(counter: Any, transposed_at: int | None = None) -> Callable[..., int]:
+    """transposed_at: the place of the argument that says whether the convolution is a transposed one."""
+
+    def formula(*args: Any, out_shape: Any, **_kwargs: Any) -> int:
+        input, weight = args[:2]
+        made = out_shape[0] if isinstance(out_shape[0], Sequence) else out_shape  # without the bits of a fused one
+        transposed = transposed_at is not None and args[transposed_at]
+        return counter.conv_flop_count(_batched(input, weight), weight, _batched(made, weight), transposed=transposed)
 
     return formula
 
 
-def _backward(counter: Any, dims: int, transposed: bool) -> Callable[..., int]:
-    def formula(
-        grad_output: Any, _input: Any, _weight: Any, input_size: Any, weight_size: Any, *_args: Any,
-        output_mask: Any, **_kwargs: Any,
-    ) -> int:  # fmt: skip
+def _backward(counter: Any) -> Callable[..., int]:
+    def formula(grad_output: Any, _input: Any, _weight: Any, *args: Any, **_kwargs: Any) -> int:
         # The stock formula uses shapes, transposed and output_mask alone.
-        input_size = _batched(input_size, dims)
+        input_size, weight_size, transposed, output_mask = (args[place] for place in (0, 1, 8, 10))
+        input_size = _batched(input_size, weight_size)
         return counter.conv_backward_flop(
-            _batched(grad_output, dims), input_size, weight_size, None, None, None, None, transposed, None, None,
+            _batched(grad_output, weight_size), input_size, weight_size, None, None, None, None, transposed, None, None,
             output_mask, out_val=(input_size, weight_size, None),
         )  # fmt: skip
 

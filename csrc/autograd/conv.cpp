@@ -5,11 +5,17 @@
 // (lean_node.h). The backward operators are differentiable themselves: a convolution is linear in input and
 // in weight, so every second derivative is again one of these operators, and so on to any order.
 //
+// A convolution fused with ReLU saves what a convolution saves, and one bit per element; or its output
+// instead of the bits, if that is saved anyway. Its backward operator unpacks the bits as it reads the
+// gradient. Without ReLU, or with a scale, the fused operator is composed of its parts, which save what they
+// need.
+//
 // torch.func transforms and forward-mode AD cannot run a C++ node: such calls go to stock operators.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/threshold_backward.h>
 
-#include "autograd/lean_node.h"
-#include "ops/conv_rooms.h"
+#include "autograd/activation.h"
+#include "ops/conv.h"
 
 namespace patchconv {
 
@@ -22,7 +28,7 @@ class ConvBackward final : public LeanNode {
   ConvBackward() : LeanNode("patchconv::ConvBackward") {}
 
   Source input, weight;
-  OwnedSpec spec;
+  ConvSpec spec;
   c10::SymDimVector input_size, weight_size;
 
  protected:
@@ -35,7 +41,7 @@ class ConvBackward final : public LeanNode {
     const Tensor x = want[1] || input.linked() == nullptr ? input.get(*this) : Tensor();
     variable_list grads(3);
     std::tie(grads[0], grads[1], grads[2]) = call_conv_backward(
-        spec.get(), grad, if_defined(x), if_defined(weight.get(*this)), input_size, weight_size, want);
+        spec, {grad, if_defined(x), if_defined(weight.get(*this)), input_size, weight_size, want});
     return grads;
   }
   std::vector<Source*> others() override { return {&input, &weight}; }
@@ -49,7 +55,7 @@ void record(const ConvSpec& spec, const Tensor& input, const Tensor& weight, con
   const auto node = make_node<ConvBackward>(input, weight, or_none(bias));
   if (weight.requires_grad()) node->input.keep(input);
   if (input.requires_grad()) node->weight.keep(weight);
-  node->spec = OwnedSpec(spec);
+  node->spec = spec;
   node->input_size = input.sym_sizes();
   node->weight_size = weight.sym_sizes();
   LeanNode::attach(output, node);
@@ -59,7 +65,7 @@ void record(const ConvSpec& spec, const Tensor& input, const Tensor& weight, con
 class ConvDoubleBackward final : public torch::autograd::Node {
  public:
   Source grad_output, input, weight;
-  OwnedSpec spec;
+  ConvSpec spec;
   c10::SymDimVector input_size, weight_size;
   std::array<bool, 3> made = {false, false, false};  // gradients of input, weight and bias
 
@@ -69,7 +75,6 @@ class ConvDoubleBackward final : public torch::autograd::Node {
   variable_list apply(variable_list&& outputs) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     const SettingsGuard as_before(settings_.again());
-    const ConvSpec conv = spec.get();
     std::array<Tensor, 3> grads;
     for (size_t i = 0, next = 0; i < 3; ++i) {
       if (made[i]) grads[i] = outputs[next++];
@@ -78,21 +83,21 @@ class ConvDoubleBackward final : public torch::autograd::Node {
     variable_list result(3);
     auto add = [](Tensor& sum, const Tensor& term) { sum = sum.defined() ? sum.add(term) : term; };
     if (task_should_compute_output(0)) {
-      if (grads[0].defined()) add(result[0], call_conv(conv, grads[0], weight.get(*this), std::nullopt));
-      if (grads[1].defined()) add(result[0], call_conv(conv, input.get(*this), grads[1], std::nullopt));
+      if (grads[0].defined()) add(result[0], call_conv(spec, grads[0], weight.get(*this), std::nullopt));
+      if (grads[1].defined()) add(result[0], call_conv(spec, input.get(*this), grads[1], std::nullopt));
       if (grads[2].defined()) {
         std::vector<c10::SymInt> shape(grad.dim(), 1);
-        shape[grad.dim() - 1 - conv.dims] = grads[2].sym_size(0);
+        shape[grad.dim() - 1 - static_cast<int64_t>(spec.dims.size())] = grads[2].sym_size(0);
         add(result[0], grads[2].view_symint(shape).expand_symint(grad.sym_sizes()));
       }
     }
     if (task_should_compute_output(1) && grads[1].defined()) {
-      result[1] = std::get<0>(call_conv_backward(conv, grad, std::nullopt, grads[1], input_size, weight_size,
-                                                 {true, false, false}));
+      result[1] = std::get<0>(call_conv_backward(
+          spec, {grad, std::nullopt, grads[1], input_size, weight_size, {true, false, false}}));
     }
     if (task_should_compute_output(2) && grads[0].defined()) {
-      result[2] = std::get<1>(call_conv_backward(conv, grad, grads[0], std::nullopt, input_size, weight_size,
-                                                 {false, true, false}));
+      result[2] = std::get<1>(call_conv_backward(
+          spec, {grad, grads[0], std::nullopt, input_size, weight_size, {false, true, false}}));
     }
     for (Source* source : {&grad_output, &input, &weight}) source->forget();
     return result;
@@ -107,22 +112,58 @@ class ConvDoubleBackward final : public torch::autograd::Node {
   const CallSettings settings_;
 };
 
-void record_backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
-                     const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                     c10::SymIntArrayRef weight_size, const ConvGrads& grads) {
-  const auto node = make_node<ConvDoubleBackward>(grad_output, or_none(input), or_none(weight));
-  node->grad_output.keep(grad_output);
+void record_backward(const ConvSpec& spec, const ConvBackwardArgs& args, const ConvGrads& grads) {
+  const auto node =
+      make_node<ConvDoubleBackward>(args.grad_output, or_none(args.input), or_none(args.weight));
+  node->grad_output.keep(args.grad_output);
   const std::array<Tensor, 3> made = {std::get<0>(grads), std::get<1>(grads), std::get<2>(grads)};
   for (size_t i = 0; i < 3; ++i) {
     node->made[i] = made[i].defined();
     if (made[i].defined()) torch::autograd::set_history(made[i], node);
   }
-  if (grad_output.requires_grad() && node->made[1]) node->input.keep(*input);
-  if (grad_output.requires_grad() && node->made[0]) node->weight.keep(*weight);
-  node->spec = OwnedSpec(spec);
-  node->input_size = input_size;
-  node->weight_size = weight_size;
+  if (args.grad_output.requires_grad() && node->made[1]) node->input.keep(*args.input);
+  if (args.grad_output.requires_grad() && node->made[0]) node->weight.keep(*args.weight);
+  node->spec = spec;
+  node->input_size = args.input_size;
+  node->weight_size = args.weight_size;
 }
+
+class ConvReluBackward final : public LeanNode {
+ public:
+  ConvReluBackward() : LeanNode("patchconv::ConvReluBackward") {}
+
+  Source input, weight, bits;
+  ConvSpec spec;
+  c10::SymDimVector input_size, weight_size;
+  std::vector<c10::SymInt> strides;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    const std::array<bool, 3> want = {task_should_compute_output(0), task_should_compute_output(1),
+                                      task_should_compute_output(2)};
+    const auto x = if_defined(want[1] ? input.get(*this) : Tensor());
+    const auto w = if_defined(want[0] ? weight.get(*this) : Tensor());
+    const bool recorded = at::GradMode::is_enabled();
+    variable_list grads(4);
+    if (!recorded && !has_output() && !task_should_compute_output(3)) {
+      std::tie(grads[0], grads[1], grads[2]) = call_conv_backward(
+          spec, {in_layout(grad, strides), x, w, input_size, weight_size, want, bits.get(*this)});
+      return grads;
+    }
+    Tensor inside = has_output() ? at::threshold_backward(grad, value(), 0)
+                                 : mask_backward(in_layout(grad, strides), bits.get(*this), 1, 0);
+    if (recorded) inside = with_flat_slope(inside);
+    if (want[0] || want[1] || want[2]) {
+      std::tie(grads[0], grads[1], grads[2]) =
+          call_conv_backward(spec, {inside, x, w, input_size, weight_size, want});
+    }
+    if (task_should_compute_output(3)) grads[3] = inside;
+    return grads;
+  }
+  // Too expensive to rebuild: consumers that need the output have it saved.
+  std::vector<Source*> others() override { return {&input, &weight, &bits}; }
+  void output_was_saved() override { bits.release(); }
+};
 
 struct AutogradRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
@@ -138,33 +179,68 @@ struct AutogradRoom {
     return output;
   }
 
-  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
-                            const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                            c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask) {
-    if (has_tangent(grad_output) || has_tangent(input) || has_tangent(weight)) {
-      return stock_conv_backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
-    }
+  static ConvGrads backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
+    if (has_tangent(args.grad_output) || has_tangent(args.input) || has_tangent(args.weight))
+      return stock_conv_backward(spec, args);
     ConvGrads grads;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      grads = call_conv_backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
+      grads = call_conv_backward(spec, args);
     }
-    if (needs_node(grad_output, or_none(input), or_none(weight)))
-      record_backward(spec, grad_output, input, weight, input_size, weight_size, grads);
+    if (needs_node(args.grad_output, or_none(args.input), or_none(args.weight))) {
+      TORCH_CHECK(!args.bits.defined(), "_convolution_backward: expected no bits with gradients recorded");
+      record_backward(spec, args, grads);
+    }
     return grads;
+  }
+
+  static FusedResult fused(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                           const OptionalTensor& bias, const FusedParts& parts) {
+    const Tensor b = or_none(bias), scale = or_none(parts.scale), residual = or_none(parts.residual);
+    const bool tangent = has_tangent(input) || has_tangent(weight) || has_tangent(b) || has_tangent(scale) ||
+                         has_tangent(residual);
+    if (!tangent && !needs_node(input, weight, b, scale, residual)) {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      return call_conv_fused(spec, input, weight, bias, parts);
+    }
+    TORCH_CHECK(!parts.mask, "_convolution_fused: expected mask=False with gradients recorded");
+    if (tangent || !parts.relu || scale.defined() || !served(input) || !served(weight)) {
+      check_fused(parts, input, check_sizes<c10::SymInt>(spec, input.sym_sizes(), weight.sym_sizes()));
+      check_forward_tensors(spec, input, weight, bias);
+      return {fused_from_parts(spec, input, weight, bias, parts), no_bits(input)};
+    }
+    const auto node = make_node<ConvReluBackward>(input, weight, b, residual);
+    Tensor y, bits;
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      std::tie(y, bits) =
+          call_conv_fused(spec, input, weight, bias, {parts.scale, parts.residual, true, /*mask=*/true});
+    }
+    if (weight.requires_grad()) node->input.keep(input);
+    if (input.requires_grad()) node->weight.keep(weight);
+    node->bits.keep(bits);
+    node->spec = spec;
+    node->input_size = input.sym_sizes();
+    node->weight_size = weight.sym_sizes();
+    node->strides = y.sym_strides().vec();
+    LeanNode::attach(y, node);
+    return {y, no_bits(input)};
   }
 };
 
-struct TransformsRoom {
+struct TransformsRoom {  // which run before autocast
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
-    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);  // transforms run before autocast
+    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);
     return stock_conv(spec, x, w, b);
   }
-  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
-                            const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                            c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask) {
-    return stock_conv_backward(spec, grad_output, input, weight, input_size, weight_size, output_mask);
+  static ConvGrads backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
+    return stock_conv_backward(spec, args);
+  }
+  static FusedResult fused(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                           const OptionalTensor& bias, const FusedParts& parts) {
+    const auto [x, w, b] = autocast_as_enabled(input, weight, bias);
+    return {stock_conv_fused(spec, x, w, b, parts), no_bits(x)};
   }
 };
 
@@ -180,15 +256,9 @@ Tensor conv_given(const ConvSpec& spec, const Tensor& input, const Tensor& weigh
 
 namespace {
 
-TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
-  register_conv_forward<AutogradRoom>(m);
-  register_conv_backward<AutogradRoom>(m);
-}
+TORCH_LIBRARY_IMPL(patchconv, Autograd, m) { register_conv<AutogradRoom>(m); }
 
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) {
-  register_conv_forward<TransformsRoom>(m);
-  register_conv_backward<TransformsRoom>(m);
-}
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { register_conv<TransformsRoom>(m); }
 
 }  // namespace
 

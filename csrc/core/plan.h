@@ -10,19 +10,26 @@
 #include <string>
 #include <vector>
 
-#include "core/geometry.h"
+#include "core/conv.h"
 
 namespace patchconv {
 
-// Which grid the tiles partition.
-enum class CutGrid { kSmall, kBig };
-
-// Transient bytes of a tile: per image and coordinate of each grid (zero where a tile is a view of its
-// tensor), and once for every tile in flight.
+// What tiles take in the form that a device wants. Bytes are transient, those of a grid per image and
+// coordinate (zero where a tile is a view of its tensor).
 struct TileCost {
   int64_t big_bytes = 0;
   int64_t small_bytes = 0;
-  int64_t fixed_bytes = 0;
+  int64_t fixed_bytes = 0;      // once for every tile in flight
+  int64_t preferred_bytes = 0;  // more bytes in flight are slower (caches); 0: no preference
+  int64_t threads = 1;          // that may each compute a tile
+  bool copies = false;          // tiles are copied anyway, so that cutting columns costs nothing more
+};
+
+// What one stock call for the whole problem would be.
+struct StockCall {
+  int64_t bytes = 0;     // of transient memory
+  bool serves = true;    // false: only with a padded copy of the whole input, or with wrong numbers
+  bool is_slow = false;  // tiles are known to be much faster
 };
 
 enum class PlanReason {
@@ -51,25 +58,13 @@ struct TilePlan {
   std::string explanation(int64_t limit) const;
 };
 
-struct PlanRequest {
-  std::vector<ConvDim> dims;
-  CutGrid grid = CutGrid::kSmall;
-  int64_t batch = 0;
-  TileCost cost;
-  int64_t whole_bytes = 0;      // what one stock call would need
-  bool stock_is_slow = false;   // tiles are known to be much faster than one stock call
-  bool must_tile = false;       // stock could serve this only with a padded copy of the whole input
-  std::vector<int64_t> splits;  // empty: automatic; else one entry per dimension, each at least 1
-  int64_t limit = 0;            // bytes
-  int64_t preferred_bytes = 0;  // more bytes in flight are slower (caches); 0: no preference
-  bool copies = false;          // tiles are copied anyway, so that cutting columns costs nothing more
-  int64_t threads = 1;          // that may each compute a tile
-};
+// `limit`: bytes that automatic splits may take. An explicit split is as the problem says.
+TilePlan make_plan(const ConvProblem& problem, ConvPass pass, const StockCall& stock, const TileCost& tile,
+                   int64_t limit);
 
-TilePlan make_plan(const PlanRequest& request);
-
-// The range of the cut grid that is partitioned along one dimension.
-Range cut_extent(const ConvDim& dim, CutGrid grid);
+// The range of the cut grid that is partitioned along one dimension: of the big grid, or of the small one,
+// over which a weight gradient walks too.
+Range cut_extent(const ConvDim& dim, ConvPass pass);
 
 // 67108864 -> "64 MiB".
 std::string format_bytes(int64_t bytes);

@@ -22,7 +22,7 @@
 #include "cpu/processor.h"
 #include "cpu/tile_copy.h"
 #include "cpu/weight_gradient.h"
-#include "ops/conv_rooms.h"
+#include "tiled/conv.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -197,14 +197,15 @@ class CpuEngine : public ConvEngine {
       style.cost.big_bytes *= 2;
       style.cost.small_bytes *= 2;
     }
-    style.preferred_bytes = kPreferredBytes;
-    style.copies = pass != ConvPass::kWeight;  // weight gradients multiply whole rows, which are longer uncut
+    style.cost.preferred_bytes = kPreferredBytes;
+    style.cost.copies =
+        pass != ConvPass::kWeight;  // weight gradients multiply whole rows, which are longer uncut
     style.max_padding =
         products || (is_half(style.dtype) && sees_only_padding(problem)) ? -1 : widest_fast_padding(problem);
     // Stock's own choice of algorithm depends on the number of threads, so a tile that stock computes gets
     // all of them.
     const bool without_stock = products || direct || (onednn && pass == ConvPass::kSmall);
-    style.threads = without_stock && !at::in_parallel_region() ? at::get_num_threads() : 1;
+    style.cost.threads = without_stock && !at::in_parallel_region() ? at::get_num_threads() : 1;
     return style;
   }
 
@@ -295,14 +296,15 @@ struct CpuRoom {
     return engine;
   }
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
-                        const std::optional<Tensor>& bias) {
+                        const OptionalTensor& bias) {
     return conv_forward(engine(), spec, input, weight, bias);
   }
-  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output,
-                            const std::optional<Tensor>& input, const std::optional<Tensor>& weight,
-                            c10::SymIntArrayRef input_size, c10::SymIntArrayRef weight_size,
-                            std::array<bool, 3> output_mask) {
-    return conv_backward(engine(), spec, grad_output, input, weight, input_size, weight_size, output_mask);
+  static ConvGrads backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
+    return conv_backward(engine(), spec, args);
+  }
+  static FusedResult fused(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                           const OptionalTensor& bias, const FusedParts& parts) {
+    return conv_fused(engine(), spec, input, weight, bias, parts);
   }
 };
 
@@ -321,8 +323,7 @@ Tensor conv3d_onednn(const Tensor& input, const Tensor& weight, const OptionalTe
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
   m.impl("_conv3d_onednn", &conv3d_onednn);
-  register_conv_forward<CpuRoom>(m);
-  register_conv_backward<CpuRoom>(m);
+  register_conv<CpuRoom>(m);
 }
 
 const RegisterEngine registered("cpu", CpuRoom::engine());

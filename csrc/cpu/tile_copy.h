@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tiled/conv.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
 

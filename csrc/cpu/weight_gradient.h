@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "tiled/conv.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
 

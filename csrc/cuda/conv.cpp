@@ -12,7 +12,7 @@
 
 #include "cuda/conv_native.h"
 #include "cuda/conv_turn.h"
-#include "ops/conv_rooms.h"
+#include "tiled/conv.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -125,18 +125,18 @@ struct CudaRoom {
     const c10::cuda::CUDAGuard guard(input.device());
     return conv_forward(engine(), spec, input, weight, bias);
   }
-  static ConvGrads backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
-                            const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                            c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask) {
-    const c10::cuda::CUDAGuard guard(grad_output.device());
-    return conv_backward(engine(), spec, grad_output, input, weight, input_size, weight_size, output_mask);
+  static ConvGrads backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
+    const c10::cuda::CUDAGuard guard(args.grad_output.device());
+    return conv_backward(engine(), spec, args);
+  }
+  static FusedResult fused(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                           const OptionalTensor& bias, const FusedParts& parts) {
+    const c10::cuda::CUDAGuard guard(input.device());
+    return conv_fused(engine(), spec, input, weight, bias, parts);
   }
 };
 
-TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
-  register_conv_forward<CudaRoom>(m);
-  register_conv_backward<CudaRoom>(m);
-}
+TORCH_LIBRARY_IMPL(patchconv, CUDA, m) { register_conv<CudaRoom>(m); }
 
 const RegisterEngine registered("cuda", CudaRoom::engine());
 

@@ -242,7 +242,7 @@ void record(const ConvProblem& problem, ConvPass pass, Kernel kernel, int64_t pi
   TilePlan plan;
   plan.tiled = !problem.unsplit();
   plan.batch_step = problem.batch;
-  plan.pieces = problem.splits;
+  plan.pieces.assign(problem.splits.begin(), problem.splits.end());
   plan.pieces.resize(problem.dims.size(), 1);
   PathRecorder recorder(problem, pass, plan, kNames[static_cast<int>(kernel)]);
   for (int64_t i = 0; i < pieces; ++i) recorder.tile(true);

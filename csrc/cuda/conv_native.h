@@ -1,7 +1,7 @@
 // Convolution passes by this project's own kernels: which kernel serves a pass, and its launches.
 #pragma once
 
-#include "tiled/conv.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
 

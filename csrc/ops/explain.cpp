@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "core/settings.h"
+#include "ops/conv_checks.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -31,51 +32,40 @@ void check_size(const std::vector<int64_t>& size) {
                     size);
 }
 
-// A tensor of this size, layout and dtype without memory.
+}  // namespace
+
 Tensor stand_in(const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
                 const std::string& dtype) {
+  check_size(size);
   const auto options = at::TensorOptions().device(at::kMeta).dtype(dtype_of(dtype));
   return stride.empty() ? at::empty(size, options) : at::empty_strided(size, stride, options);
 }
 
-}  // namespace
-
-ConvExplanation explain_conv(const ConvQuestion& q) {
-  const auto dims = static_cast<int>(q.weight.size()) - 2;
-  TORCH_CHECK_VALUE(dims >= 1 && dims <= 3, "explain: expected weight to have 3, 4 or 5 dimensions, got ",
-                    q.weight.size());
-  at::OptionalIntArrayRef splits;
-  if (q.splits.has_value()) splits = at::IntArrayRef(*q.splits);
-  const ConvSpec spec{dims,       q.transposed, q.stride,       q.padding, q.output_padding,
-                      q.dilation, q.groups,     q.padding_mode, splits};
-  const ConvParams params = check_params(spec, spec.name());
-  check_size(q.input);
+ConvExplanation explain_conv(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
+                             const std::string& device, const std::string& asked) {
   ConvExplanation result;
-  result.output_size = check_sizes<int64_t>(params, q.input, q.weight);
+  result.output_size = check_sizes<int64_t>(spec, input.sizes(), weight.sizes());
   check_size(result.output_size);
-  const ConvEngine* engine = find_engine(q.device);
-  TORCH_CHECK_VALUE(engine != nullptr, "explain: expected device to be one this build serves, got ",
-                    q.device);
-
-  const Tensor input = stand_in(q.input, q.input_stride, q.dtype);
-  const Tensor weight = stand_in(q.weight, q.weight_stride, q.weight_dtype);
-  check_forward_tensors(params, input, weight, std::nullopt);
+  const ConvEngine* engine = find_engine(device);
+  TORCH_CHECK_VALUE(engine != nullptr, "explain: expected device to be one this build serves, got ", device);
+  check_forward_tensors(spec, input, weight, std::nullopt);
+  const auto dims = static_cast<int64_t>(spec.dims.size());
   const Lift lift{input.dim() == dims + 2, dims == 1};
   const Tensor in = lift(input);
   const Tensor w = lift.weight(weight);
-  const Tensor batched = lift.batched ? input : input.unsqueeze(0);
-  const ConvProblem problem = make_problem(params, batched.sizes(), weight.sizes());
+  const ConvProblem problem(spec, lift.batched_sizes(input.sizes()), weight.sizes().vec());
   TensorFacts facts = tensor_facts(problem, in, w);
-  if (q.pass != "fprop") {
+  if (asked != "fprop") {
     // The output's gradient is assumed to have the output's layout.
-    const auto sizes = q.transposed ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
+    const auto sizes =
+        spec.transposed ? problem.big_sizes(problem.batch) : problem.small_sizes(problem.batch);
     const Tensor grad = at::empty(sizes, in.options().memory_format(facts.format));
-    facts = q.pass == "dgrad" ? tensor_facts(problem, grad, w) : tensor_facts(problem, {in, grad}, w);
+    facts = asked == "dgrad" ? tensor_facts(problem, grad, w) : tensor_facts(problem, {in, grad}, w);
   }
   facts.exact_bytes = true;
-  const ConvPass pass = q.pass == "wgrad"                     ? ConvPass::kWeight
-                        : (q.pass == "fprop") == q.transposed ? ConvPass::kBig
-                                                              : ConvPass::kSmall;
+  const ConvPass pass = asked == "wgrad"                        ? ConvPass::kWeight
+                        : (asked == "fprop") == spec.transposed ? ConvPass::kBig
+                                                                : ConvPass::kSmall;
   result.plan = find_route(*engine, problem, pass, facts).plan;
   result.tiles.assign(result.plan.pieces.begin() + (problem.lifted ? 1 : 0), result.plan.pieces.end());
   result.reason = result.plan.explanation(workspace_limit());

@@ -2,27 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "tiled/conv.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
-
-struct ConvQuestion {
-  std::vector<int64_t> input;  // batched or not
-  std::vector<int64_t> weight;
-  std::vector<int64_t> stride, padding, output_padding, dilation;
-  int64_t groups;
-  bool transposed;
-  std::string padding_mode;
-  std::optional<std::vector<int64_t>> splits;
-  std::vector<int64_t> input_stride, weight_stride;  // empty: contiguous
-  std::string dtype, weight_dtype;                   // "float32", ...
-  std::string device;                                // "cpu" or "cuda"
-  std::string pass;                                  // "fprop", "dgrad" or "wgrad"
-};
 
 struct ConvExplanation {
   TilePlan plan;
@@ -32,7 +17,13 @@ struct ConvExplanation {
   std::string reason;
 };
 
-// Raises what the operator would raise for these arguments.
-ConvExplanation explain_conv(const ConvQuestion& question);
+// A tensor of this size, layout (no strides: contiguous) and dtype ("float32", ...) without memory.
+at::Tensor stand_in(const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
+                    const std::string& dtype);
+
+// Raises what the operator would raise for these arguments. `device`: "cpu" or "cuda"; `pass`: "fprop",
+// "dgrad" or "wgrad".
+ConvExplanation explain_conv(const ConvSpec& spec, const at::Tensor& input, const at::Tensor& weight,
+                             const std::string& device, const std::string& pass);
 
 }  // namespace patchconv

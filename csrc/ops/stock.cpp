@@ -13,7 +13,7 @@
 
 #include <string>
 
-#include "ops/conv_rooms.h"
+#include "ops/conv.h"
 
 namespace patchconv {
 
@@ -24,14 +24,18 @@ namespace {
 
 // Arguments in the form stock operators take, with the padding they cannot express made explicit.
 struct StockArguments {
-  explicit StockArguments(const ConvParams& params)
-      : dims(params.dims),
-        stride(params.stride.begin(), params.stride.begin() + dims),
-        padding(params.pad_before.begin(), params.pad_before.begin() + dims),
-        dilation(params.dilation.begin(), params.dilation.begin() + dims),
-        output_padding(params.output_padding.begin(), params.output_padding.begin() + dims),
-        explicit_padding(params.mode != PaddingMode::kZeros || params.pad_before != params.pad_after) {
+  explicit StockArguments(const ConvSpec& spec)
+      : dims(static_cast<int64_t>(spec.dims.size())),
+        output_padding(dims, 0),
+        explicit_padding(spec.mode != PaddingMode::kZeros) {
+    for (const ConvDim& dim : spec.dims) {
+      stride.push_back(dim.stride);
+      dilation.push_back(dim.dilation);
+      padding.push_back(dim.pad_before);
+      explicit_padding = explicit_padding || dim.pad_before != dim.pad_after;
+    }
     if (explicit_padding) padding.assign(dims, 0);
+    if (spec.transposed) output_padding.assign(spec.output_padding.begin(), spec.output_padding.end());
   }
 
   int64_t dims;
@@ -39,28 +43,28 @@ struct StockArguments {
   bool explicit_padding;
 };
 
-Tensor padded(const ConvParams& params, const Tensor& input) {
+Tensor padded(const ConvSpec& spec, const Tensor& input) {
   std::vector<c10::SymInt> pad;  // last dimension first
-  for (int d = params.dims; d-- > 0;) {
-    pad.emplace_back(params.pad_before[d]);
-    pad.emplace_back(params.pad_after[d]);
+  for (size_t d = spec.dims.size(); d-- > 0;) {
+    pad.emplace_back(spec.dims[d].pad_before);
+    pad.emplace_back(spec.dims[d].pad_after);
   }
   return at::pad_symint(input, pad,
-                        params.mode == PaddingMode::kZeros ? "constant" : padding_mode_name(params.mode));
+                        spec.mode == PaddingMode::kZeros ? "constant" : padding_mode_name(spec.mode));
 }
 
 // The transpose of padded(): from the gradient of the padded input to that of the input.
-Tensor unpadded(const ConvParams& params, Tensor grad, at::IntArrayRef size) {
-  for (const auto d : irange(params.dims)) {
-    const int64_t length = size[size.size() - params.dims + d];
-    const int64_t dim = 2 + d;
-    const Range range{-params.pad_before[d], length + params.pad_after[d]};
-    if (params.mode == PaddingMode::kZeros) {
-      grad = grad.narrow(dim, params.pad_before[d], length);
+Tensor unpadded(const ConvSpec& spec, Tensor grad, at::IntArrayRef size) {
+  for (const auto d : irange(spec.dims.size())) {
+    const int64_t length = size[size.size() - spec.dims.size() + d];
+    const auto dim = static_cast<int64_t>(2 + d);
+    const Range range{-spec.dims[d].pad_before, length + spec.dims[d].pad_after};
+    if (spec.mode == PaddingMode::kZeros) {
+      grad = grad.narrow(dim, spec.dims[d].pad_before, length);
     } else {
       auto sizes = grad.sizes().vec();
       sizes[dim] = length;
-      const auto index = at::tensor(source_indices(params.mode, range, length), at::kLong).to(grad.device());
+      const auto index = at::tensor(source_indices(spec.mode, range, length), at::kLong).to(grad.device());
       grad = at::index_add(at::zeros(sizes, grad.options()), dim, index, grad);
     }
   }
@@ -71,60 +75,58 @@ Tensor unpadded(const ConvParams& params, Tensor grad, at::IntArrayRef size) {
 
 Tensor stock_conv(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                   const OptionalTensor& bias) {
-  const ConvParams params = check_params(spec, spec.name());
-  check_sizes<c10::SymInt>(params, input.sym_sizes(), weight.sym_sizes());
-  check_forward_tensors(params, input, weight, bias);
-  const StockArguments args(params);
-  const bool batched = input.dim() == spec.dims + 2;
+  check_sizes<c10::SymInt>(spec, input.sym_sizes(), weight.sym_sizes());
+  check_forward_tensors(spec, input, weight, bias);
+  const StockArguments args(spec);
+  const bool batched = input.dim() == args.dims + 2;
   Tensor x = batched ? input : input.unsqueeze(0);
   // Autocast, where it is on, pads in float32.
-  if (args.explicit_padding) x = padded(params, x).to(input.scalar_type());
+  if (args.explicit_padding) x = padded(spec, x).to(input.scalar_type());
   Tensor y = at::convolution(x, weight, bias, args.stride, args.padding, args.dilation, spec.transposed,
                              args.output_padding, spec.groups);
   return batched ? y : y.squeeze(0);
 }
 
-ConvGrads stock_conv_backward(const ConvSpec& spec, const Tensor& grad_output, const OptionalTensor& input,
-                              const OptionalTensor& weight, c10::SymIntArrayRef input_size,
-                              c10::SymIntArrayRef weight_size, std::array<bool, 3> output_mask) {
-  const ConvParams params = check_params(spec, spec.backward_name());
-  check_backward_tensors(params, grad_output, input, weight, input_size, weight_size, output_mask);
-  const StockArguments args(params);
-  const auto size = C10_AS_INTARRAYREF_SLOW(input_size);
-  const bool batched = grad_output.dim() == spec.dims + 2;
-  const Tensor grad = batched ? grad_output : grad_output.unsqueeze(0);
+ConvGrads stock_conv_backward(const ConvSpec& spec, const ConvBackwardArgs& a) {
+  check_backward(spec, a);
+  TORCH_CHECK(!a.bits.defined(), "_convolution_backward: expected no bits where stock operators compute");
+  const StockArguments args(spec);
+  const auto size = C10_AS_INTARRAYREF_SLOW(a.input_size);
+  const auto weight_size = C10_AS_INTARRAYREF_SLOW(a.weight_size);
+  const bool batched = a.grad_output.dim() == args.dims + 2;
+  const Tensor grad = batched ? a.grad_output : a.grad_output.unsqueeze(0);
   Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) {
+  if (a.output_mask[0]) {
     std::vector<int64_t> rest(args.dims, 0);  // coordinates at the far end that no kernel reaches
     for (const auto d : irange(args.dims)) {
       if (spec.transposed) continue;
       const int64_t length =
           size[size.size() - args.dims + d] +
-          (args.explicit_padding ? params.pad_before[d] + params.pad_after[d] : 2 * args.padding[d]);
-      const int64_t reach = (C10_AS_INTARRAYREF_SLOW(weight_size)[2 + d] - 1) * args.dilation[d] + 1;
+          (args.explicit_padding ? spec.dims[d].pad_before + spec.dims[d].pad_after : 2 * args.padding[d]);
+      const int64_t reach = (weight_size[2 + d] - 1) * args.dilation[d] + 1;
       rest[d] = (length - reach) % args.stride[d];
     }
-    grad_input = at::convolution(grad, *weight, std::nullopt, args.stride, args.padding, args.dilation,
+    grad_input = at::convolution(grad, *a.weight, std::nullopt, args.stride, args.padding, args.dilation,
                                  !spec.transposed, rest, spec.groups);
     if (spec.transposed) {
       for (const auto d : irange(args.dims)) {
         grad_input = grad_input.narrow(2 + d, 0, size[size.size() - args.dims + d]);
       }
     } else if (args.explicit_padding) {
-      grad_input = unpadded(params, grad_input, size);
+      grad_input = unpadded(spec, grad_input, size);
     }
     if (!batched) grad_input = grad_input.squeeze(0);
   }
-  if (output_mask[1]) {
-    Tensor x = batched ? *input : input->unsqueeze(0);
-    if (args.explicit_padding) x = padded(params, x);
+  if (a.output_mask[1]) {
+    Tensor x = batched ? *a.input : a.input->unsqueeze(0);
+    if (args.explicit_padding) x = padded(spec, x);
     // Only its size is read.
-    const Tensor stand_in = at::empty({1}, x.options()).expand(C10_AS_INTARRAYREF_SLOW(weight_size));
+    const Tensor stand_in = at::empty({1}, x.options()).expand(weight_size);
     grad_weight = std::get<1>(
         at::convolution_backward(grad, x, stand_in, std::nullopt, args.stride, args.padding, args.dilation,
                                  spec.transposed, args.output_padding, spec.groups, {false, true, false}));
   }
-  if (output_mask[2]) {
+  if (a.output_mask[2]) {
     std::vector<int64_t> over{0};
     for (const auto d : irange<int64_t>(2, grad.dim())) over.push_back(d);
     grad_bias = at::sum(grad, over);

@@ -1,4 +1,5 @@
-// Problems, plans, and tiles loaded and stored by stock operators, which serve any device.
+#include "tiled/engine.h"
+
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
@@ -11,7 +12,6 @@
 #include <map>
 #include <string>
 
-#include "tiled/conv.h"
 #include "tiled/passes.h"
 
 namespace patchconv {
@@ -28,77 +28,6 @@ Tensor Region::view(const Tensor& tensor) const {
 Tensor TileStyle::apply(const Tensor& tensor) const {
   return tensor.to(tensor.options().dtype(dtype), /*non_blocking=*/false, /*copy=*/false, format)
       .contiguous(format);
-}
-
-bool ConvProblem::unsplit() const {
-  return std::all_of(splits.begin(), splits.end(), [](int64_t pieces) { return pieces <= 1; });
-}
-
-bool ConvProblem::stock_serves() const {
-  // An output padding of a stride or more makes stock's convolution find more outputs than there were inputs.
-  return !tiles_only && mode == PaddingMode::kZeros &&
-         std::all_of(dims.begin(), dims.end(), [](const ConvDim& d) {
-           return d.pad_before == d.pad_after && d.small == d.small_size();
-         });
-}
-
-std::vector<int64_t> ConvProblem::big_sizes(int64_t batch_size) const {
-  std::vector<int64_t> sizes{batch_size, big_channels};
-  for (const ConvDim& d : dims) sizes.push_back(d.big);
-  return sizes;
-}
-
-std::vector<int64_t> ConvProblem::small_sizes(int64_t batch_size) const {
-  std::vector<int64_t> sizes{batch_size, small_channels};
-  for (const ConvDim& d : dims) sizes.push_back(d.small);
-  return sizes;
-}
-
-std::vector<int64_t> ConvProblem::weight_sizes() const {
-  std::vector<int64_t> sizes{small_channels, big_channels / groups};
-  for (const ConvDim& d : dims) sizes.push_back(d.kernel);
-  return sizes;
-}
-
-int64_t ConvProblem::kernel_volume() const {
-  int64_t volume = 1;
-  for (const ConvDim& d : dims) volume *= d.kernel;
-  return volume;
-}
-
-ConvProblem make_problem(const ConvParams& params, at::IntArrayRef input, at::IntArrayRef weight) {
-  ConvProblem problem;
-  problem.op = params.op;
-  problem.transposed = params.transposed;
-  problem.lifted = params.dims == 1;
-  problem.batch = input[0];
-  problem.groups = params.groups;
-  problem.mode = params.mode;
-  problem.small_channels = weight[0];
-  problem.big_channels = weight[1] * params.groups;
-  problem.splits = params.splits;
-  if (problem.lifted) {
-    problem.dims.push_back({/*big=*/1, /*small=*/1});
-    if (!problem.splits.empty()) problem.splits.insert(problem.splits.begin(), 1);
-  }
-  for (const auto d : irange(params.dims)) {
-    ConvDim dim;
-    dim.kernel = weight[2 + d];
-    dim.stride = params.stride[d];
-    dim.dilation = params.dilation[d];
-    dim.pad_before = params.pad_before[d];
-    dim.pad_after = params.pad_after[d];
-    if (params.transposed) {
-      dim.small = input[2 + d];
-      dim.big = (dim.small - 1) * dim.stride - dim.pad_before - dim.pad_after + dim.reach() +
-                params.output_padding[d];
-    } else {
-      dim.big = input[2 + d];
-      dim.small = dim.small_size();
-    }
-    problem.dims.push_back(dim);
-  }
-  return problem;
 }
 
 std::vector<int64_t> Region::sizes(int64_t channels) const {
@@ -214,29 +143,21 @@ const ConvEngine* find_engine(const std::string& device) {
 TilePlan plan_conv(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,
                    const TensorFacts& facts) {
   const auto [dtype, format, copied_bytes, exact_bytes] = facts;
-  PlanRequest request;
-  request.dims = problem.dims;
-  request.grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
-  request.batch = problem.batch;
-  request.must_tile = !problem.stock_serves() || engine.stock_fails(problem, pass, dtype, format);
-  request.splits = problem.splits;
-  request.limit = workspace_limit();
-  const int64_t enough = exact_bytes ? 0 : request.limit - copied_bytes;
-  request.whole_bytes = engine.stock_bytes(problem, pass, dtype, format, enough) + copied_bytes;
-  const bool asked =
-      std::any_of(request.splits.begin(), request.splits.end(), [](int64_t s) { return s > 1; });
-  request.stock_is_slow = request.splits.empty() && engine.stock_is_slow(problem, pass, dtype);
-  if (request.must_tile || asked || request.stock_is_slow || request.whole_bytes > request.limit) {
-    const TileStyle style = engine.tile_style(problem, pass, dtype);
-    request.cost = style.cost;
-    request.preferred_bytes = style.preferred_bytes;
-    request.copies = style.copies;
-    request.threads = style.threads;
+  const int64_t limit = workspace_limit();
+  const bool automatic = problem.splits.empty();
+  StockCall stock;
+  stock.serves = problem.stock_serves() && !engine.stock_fails(problem, pass, dtype, format);
+  stock.bytes =
+      engine.stock_bytes(problem, pass, dtype, format, exact_bytes ? 0 : limit - copied_bytes) + copied_bytes;
+  stock.is_slow = automatic && engine.stock_is_slow(problem, pass, dtype);
+  TileCost tile;
+  if (!stock.serves || !problem.unsplit() || stock.is_slow || stock.bytes > limit) {
+    tile = engine.tile_style(problem, pass, dtype).cost;
     if (problem.gather.has_value()) {  // which takes a second buffer
-      (pass == ConvPass::kBig ? request.cost.big_bytes : request.cost.small_bytes) *= 2;
+      (pass == ConvPass::kBig ? tile.big_bytes : tile.small_bytes) *= 2;
     }
   }
-  return make_plan(request);
+  return make_plan(problem, pass, stock, tile, limit);
 }
 
 }  // namespace patchconv

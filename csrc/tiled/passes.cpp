@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "ops/optional.h"
+#include "ops/conv_checks.h"
 
 namespace patchconv {
 
@@ -28,7 +28,6 @@ const char* pass_name(const ConvProblem& problem, ConvPass pass) {
 // one thread.
 void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass, const TilePlan& plan,
                    const std::function<void(const Region&, int64_t)>& visit) {
-  const CutGrid grid = pass == ConvPass::kBig ? CutGrid::kBig : CutGrid::kSmall;
   const size_t count = problem.dims.size();
   const int64_t per_image = plan.tiles_per_image();
   const int64_t steps = (problem.batch + plan.batch_step - 1) / plan.batch_step;
@@ -46,7 +45,7 @@ void for_each_tile(const ConvEngine& engine, const ConvProblem& problem, ConvPas
         int64_t rest = tile % per_image;
         for (size_t d = count; d-- > 0;) {
           region.ranges[d] =
-              piece_of(cut_extent(problem.dims[d], grid).size(), plan.pieces[d], rest % plan.pieces[d]);
+              piece_of(cut_extent(problem.dims[d], pass).size(), plan.pieces[d], rest % plan.pieces[d]);
           rest /= plan.pieces[d];
         }
         visit(region, slot);
@@ -212,6 +211,35 @@ void PathRecorder::finish() {
   record_.tiles = tiles_;
   record_.views = views_;
   record_path(record_);
+}
+
+std::vector<int64_t> Lift::batched_sizes(at::IntArrayRef sizes) const {
+  auto all = sizes.vec();
+  if (!batched) all.insert(all.begin(), 1);
+  return all;
+}
+
+Tensor Lift::operator()(const Tensor& tensor) const {
+  Tensor view = batched ? tensor : tensor.unsqueeze(0);
+  return lifted ? view.unsqueeze(2) : view;
+}
+
+Tensor Lift::weight(const Tensor& tensor) const { return lifted ? tensor.unsqueeze(2) : tensor; }
+
+Tensor Lift::undo(const Tensor& tensor) const {
+  Tensor view = lifted ? tensor.squeeze(2) : tensor;
+  return batched ? view : view.squeeze(0);
+}
+
+TensorFacts tensor_facts(const ConvProblem& problem, at::ArrayRef<Tensor> sources,
+                         const OptionalTensor& weight) {
+  TensorFacts facts{sources[0].scalar_type(), at::MemoryFormat::Contiguous};
+  if (!problem.lifted) facts.format = output_format(sources[0], weight.has_value() ? *weight : Tensor());
+  for (const Tensor& source : sources) {
+    // Stock makes a dense copy of a tensor that is not dense in the layout it computes in.
+    if (!source.is_contiguous(facts.format)) facts.copied_bytes += static_cast<int64_t>(source.nbytes());
+  }
+  return facts;
 }
 
 Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass pass,

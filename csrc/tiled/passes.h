@@ -6,7 +6,8 @@
 
 #include <atomic>
 
-#include "tiled/conv.h"
+#include "ops/optional.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
 
@@ -46,13 +47,14 @@ Route find_route(const ConvEngine& engine, const ConvProblem& problem, ConvPass 
 
 // Facts of a pass that reads `sources` and, where it is given, `weight`. All are batched and 2-D or 3-D.
 TensorFacts tensor_facts(const ConvProblem& problem, at::ArrayRef<at::Tensor> sources,
-                         const std::optional<at::Tensor>& weight);
+                         const OptionalTensor& weight);
 
 // Batched 2-D or 3-D views of an operator's tensors, and the way back.
 struct Lift {
   bool batched;
   bool lifted;
 
+  std::vector<int64_t> batched_sizes(at::IntArrayRef sizes) const;
   at::Tensor operator()(const at::Tensor& tensor) const;
   at::Tensor weight(const at::Tensor& tensor) const;
   at::Tensor undo(const at::Tensor& tensor) const;
@@ -64,10 +66,10 @@ at::Tensor flipped_weight(const ConvProblem& problem, const at::Tensor& weight);
 
 // Write `small`, `big`: allocated, of full size. Return the weight's gradient in the tiles' dtype.
 void tile_small(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
-                const at::Tensor& big, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                const at::Tensor& big, const at::Tensor& weight, const OptionalTensor& bias,
                 const at::Tensor& small);
 void tile_big(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
-              const at::Tensor& small, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+              const at::Tensor& small, const at::Tensor& weight, const OptionalTensor& bias,
               const at::Tensor& big);
 at::Tensor tile_weight(const ConvEngine& engine, const ConvProblem& problem, const TilePlan& plan,
                        const at::Tensor& big, const at::Tensor& small);

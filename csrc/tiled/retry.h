@@ -7,7 +7,7 @@
 
 #include <functional>
 
-#include "tiled/conv.h"
+#include "tiled/engine.h"
 
 namespace patchconv {
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,7 +46,9 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.col2im.default: _resized,
         _aten._cdist_forward.default: _distances,
         _aten._euclidean_dist.default: _distances_by_products,
-        torch.ops.patchconv._conv2d_fused.default: functools.partial(_forward, _FORWARD, {}),
+        torch.ops.patchconv._convolution.default: functools.partial(_forward, _OURS, {}),
+        torch.ops.patchconv._convolution_fused.default: functools.partial(_forward, _OURS_FUSED, {}),
+        torch.ops.patchconv._convolution_backward.default: functools.partial(_backward, _OURS_BACKWARD, {}),
         torch.ops.patchconv._conv3d_onednn.default: _onednn_forward,
     }
     for name, condition in {"where": 0, "masked_fill": 1, "masked_fill_": 1, "floor_divide": None}.items():
@@ -59,12 +60,6 @@ def _rules() -> dict[Any, Callable[..., int]]:
     for name, taps in _TAPS.items():
         rule = functools.partial(_resize, taps)
         rules |= dict.fromkeys((getattr(_aten, name).default, getattr(_aten, name).vec), rule)
-    for dims, transposed in itertools.product((1, 2, 3), (False, True)):
-        name = f"conv{'_transpose' if transposed else ''}{dims}d"
-        forward, backward = (_TRANSPOSED, _TRANSPOSED_BACKWARD) if transposed else (_FORWARD, _BACKWARD)
-        known = {"transposed": transposed}
-        rules[getattr(torch.ops.patchconv, name).default] = functools.partial(_forward, forward, known)
-        rules[getattr(torch.ops.patchconv, f"{name}_backward").default] = functools.partial(_backward, backward, known)
     return rules
 
 
@@ -197,13 +192,15 @@ def _flash_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
 # Arguments of convolutions, stock's and this package's, by place.
 _STOCK = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _STOCK_BACKWARD = ("grad", "input", "weight", "bias_size", *_STOCK[3:], "output_mask")
-_FORWARD = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-_BACKWARD = ("grad", "input", "weight", "input_size", "weight_size", "stride", "padding", "dilation", "groups")
-_TRANSPOSED_BACKWARD = (*_BACKWARD[:7], "output_padding", "groups", "dilation")
+_LISTS = ("stride", "padding", "dilation")
+_REST = ("output_padding", "splits", "groups", "transposed", "padding_mode")
+_OURS = ("input", "weight", "bias", *_LISTS, *_REST)
+_OURS_FUSED = ("input", "weight", "bias", "scale", "residual", "relu", "mask", *_LISTS, "splits", "groups", _REST[-1])
+_OURS_BACKWARD = ("grad", "input", "weight", "input_size", "weight_size", *_LISTS, *_REST, "output_mask", "bits")
+_ONEDNN = ("input", "weight", "bias", *_LISTS, "groups")
 _DEFAULTS: dict[str, Any] = {
     "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0, "transposed": False,
-    "padding_mode": "zeros", "splits": None, "ours": True,
+    "padding_mode": "zeros", "splits": (), "ours": True,
 }  # fmt: skip
 
 
@@ -226,7 +223,7 @@ def _forward(
 
 
 def _onednn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    a = _DEFAULTS | dict(zip(_FORWARD, args, strict=False)) | kwargs
+    a = _DEFAULTS | dict(zip(_ONEDNN, args, strict=False)) | kwargs
     input, weight = a["input"], a["weight"]
     last = _in_last(input) or (_in_last(weight) and not weight.is_contiguous())
     conv = _conv(a, input.shape, weight.shape, result.shape, input.dtype, last)
@@ -273,7 +270,7 @@ def _planned(
     """
     numbers = (size, strides, weight, *_entries(a, len(weight) - 2))
     settings = torch.get_num_threads(), *all_settings()
-    splits = None if a["splits"] is None else tuple(a["splits"])
+    splits = tuple(a["splits"])
     return _plan_of(
         pass_, *map(tuple, numbers), a["groups"], a["transposed"], a["padding_mode"], splits, dtype, device, a["ours"],
         settings,
@@ -291,7 +288,7 @@ def _plan_of(
         found = _C.plan(
             input=list(size), weight=list(weight), stride=list(stride), padding=list(padding),
             output_padding=list(more), dilation=list(dilation), groups=groups, transposed=transposed,
-            padding_mode=padding_mode, splits=None if splits is None else list(splits), input_stride=list(strides),
+            padding_mode=padding_mode, splits=list(splits) or None, input_stride=list(strides),
             weight_stride=[], dtype=name, weight_dtype=name, device=device, pass_=pass_,
         )  # fmt: skip
     stock = not ours or found["path"] == "stock"

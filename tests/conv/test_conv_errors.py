@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from support.conv_calls import backward_arguments
 
 import patchconv_native as pc
 
@@ -95,28 +96,28 @@ GRAD = t(1, 6, 8, 8)
 
 
 def backward(grad=GRAD, x=X, w=W, input_size=(1, 4, 8, 8), weight_size=(6, 4, 3, 3), mask=(True, True, True), **kw):
-    """As a C++ or TorchScript program may call it."""
-    return ops.conv2d_backward(grad, x, w, input_size, weight_size, [1], [1], [1], 1, output_mask=mask, **kw)
+    """As a node calls it."""
+    return ops._convolution_backward(*backward_arguments(grad, x, w, input_size, weight_size, mask, padding=1, **kw))
 
 
-# Of the backward operators, and of Python's own arguments.
+# Of the backward operator, and of Python's own arguments.
 MORE_VALUES = {
-    "conv2d_backward: expected grad_output to have shape [1, 6, 8, 8], got [1, 6, 8, 7]":
+    "conv2d: expected grad_output to have shape [1, 6, 8, 8], got [1, 6, 8, 7]":
         lambda: backward(t(1, 6, 8, 7)),
-    "conv2d_backward: expected input for the gradient of weight, got None": lambda: backward(x=None),
-    "conv2d_backward: expected weight for the gradient of input, got None": lambda: backward(w=None),
-    "conv2d_backward: expected input to have shape [1, 4, 8, 8], got [1, 4, 8, 9]":
+    "conv2d: expected input for the gradient of weight, got None": lambda: backward(x=None),
+    "conv2d: expected weight for the gradient of input, got None": lambda: backward(w=None),
+    "conv2d: expected input to have shape [1, 4, 8, 8], got [1, 4, 8, 9]":
         lambda: backward(x=t(1, 4, 8, 9)),
-    "conv2d_backward: expected every entry of splits to be at least 1, got [0]": lambda: backward(splits=0),
+    "conv2d: expected every entry of splits to be at least 1, got [0]": lambda: backward(splits=[0]),
     "conv2d: expected padding to be 'same', 'valid' or numbers, got 'full'":
         lambda: pc.functional.conv2d(X, W, padding="full"),
     "conv2d: expected stride 1 with padding='same', got 2":
         lambda: pc.functional.conv2d(X, W, stride=2, padding="same"),
 }  # fmt: skip
 MORE_TYPES = {
-    "conv2d_backward: expected weight to have the dtype of grad_output (Float), got Double":
+    "conv2d: expected weight to have the dtype of grad_output (Float), got Double":
         lambda: backward(w=W.double()),
-    "conv2d_backward: expected grad_output to have dtype float64, float32, float16 or bfloat16, got Long":
+    "conv2d: expected grad_output to have dtype float64, float32, float16 or bfloat16, got Long":
         lambda: backward(GRAD.long()),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import reference
+from support.conv_calls import backward_arguments
 from support.counts import saved_bytes
 from torch import Tensor
 
@@ -173,6 +174,9 @@ def test_scripted(device):
     torch.testing.assert_close(f(x, w, tensors["bias"]), fused(x, w, tensors["bias"], padding=1, relu=True))
 
 
+NUMBERS = ([1, 1], [1, 1, 1, 1], [1, 1], [], 1, "zeros")
+
+
 def test_operators_are_sound(device):
     x, w, tensors = arguments(device, torch.float32, {"padding": 1}, "scale bias residual relu")
     rest = {"scale": tensors["scale"], "residual": tensors["residual"], "relu": True}
@@ -182,10 +186,12 @@ def test_operators_are_sound(device):
     flat = {name: t.detach() if isinstance(t, Tensor) else t for name, t in rest.items()}
     x, w = x.detach(), w.detach()
     for mask in (False, True):
-        torch.library.opcheck(ops._conv2d_fused.default, (x, w, None, [1], [1]), {**flat, "mask": mask})
-    y, bits = ops._conv2d_fused(x, w, None, [1], [1], relu=True, mask=True)
-    given = (torch.randn_like(y), bits, x, w, x.shape, w.shape, [1], [1], [1], 1)
-    torch.library.opcheck(ops._conv2d_masked_backward.default, given, {"output_mask": [True, True, True]})
+        torch.library.opcheck(ops._convolution_fused.default, (x, w, None, *flat.values(), mask, *NUMBERS))
+    y, bits = ops._convolution_fused(x, w, None, None, None, True, True, *NUMBERS)
+    given = backward_arguments(torch.randn_like(y), x, w, x.shape, w.shape, bits=bits, padding=1)
+    torch.library.opcheck(ops._convolution_backward.default, given)
+    with pytest.raises(RuntimeError, match="expected a dense grad_output and a bit for each element"):
+        ops._convolution_backward(*given[:-1], bits[:-1])
 
 
 ERRORS = {

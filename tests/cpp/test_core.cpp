@@ -191,33 +191,41 @@ void test_conv_rules() {
 
 // A square image of one byte a coordinate of the big grid and four of the small one, whose convolution takes
 // them all at once.
-PlanRequest request_of(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, int64_t limit) {
+struct PlanCase {
+  ConvProblem problem;
+  StockCall stock;
+  TileCost tile;
+  int64_t limit = 0;
+  TilePlan plan() const { return make_plan(problem, ConvPass::kSmall, stock, tile, limit); }
+};
+
+PlanCase case_of(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, int64_t limit) {
   ConvDim dim{size, 0, kernel, 1, dilation, (kernel - 1) * dilation / 2, (kernel - 1) * dilation / 2};
   dim.small = dim.small_size();
-  PlanRequest request;
-  request.dims = {dim, dim};
-  request.batch = batch;
-  request.cost = {1, 4, 16};
-  request.whole_bytes = batch * 5 * size * size;
-  request.limit = limit;
-  return request;
+  PlanCase c;
+  c.problem.dims = {dim, dim};
+  c.problem.batch = batch;
+  c.tile = {1, 4, 16};
+  c.stock.bytes = batch * 5 * size * size;
+  c.limit = limit;
+  return c;
 }
 
 void check_plan(int64_t size, int64_t kernel, int64_t dilation, int64_t batch, int64_t limit,
                 int64_t threads) {
-  PlanRequest request = request_of(size, kernel, dilation, batch, limit);
-  request.threads = threads;
-  const TilePlan plan = make_plan(request);
-  CHECK_EQ(plan.whole_bytes, request.whole_bytes);
+  PlanCase c = case_of(size, kernel, dilation, batch, limit);
+  c.tile.threads = threads;
+  const TilePlan plan = c.plan();
+  CHECK_EQ(plan.whole_bytes, c.stock.bytes);
   if (!plan.tiled) {
-    CHECK_EQ(plan.tile_bytes, request.whole_bytes);
+    CHECK_EQ(plan.tile_bytes, c.stock.bytes);
     const bool holes = dilation > 1 && kernel > 1;
-    CHECK(plan.reason == PlanReason::kFits ? request.whole_bytes <= limit
+    CHECK(plan.reason == PlanReason::kFits ? c.stock.bytes <= limit
                                            : plan.reason == PlanReason::kNoGain && holes);
     return;
   }
   CHECK(plan.reason == PlanReason::kTooLarge);
-  CHECK(request.whole_bytes > limit);
+  CHECK(c.stock.bytes > limit);
   CHECK(plan.batch_step >= 1 && plan.batch_step <= batch);
   const int64_t tiles = (batch + plan.batch_step - 1) / plan.batch_step * plan.tiles_per_image();
   CHECK(plan.in_flight >= 1 && plan.in_flight <= std::min(threads, tiles));
@@ -239,18 +247,18 @@ void test_plans() {
 }
 
 void test_asked_plans() {
-  PlanRequest request = request_of(10, 3, 1, 2, 1000000);
-  request.splits = {3, 20};
-  const TilePlan plan = make_plan(request);
+  PlanCase c = case_of(10, 3, 1, 2, 1000000);
+  c.problem.splits = {3, 20};
+  const TilePlan plan = c.plan();
   CHECK(plan.tiled && plan.clamped && plan.reason == PlanReason::kAsked);
   CHECK_EQ(plan.pieces[0], 3);
   CHECK_EQ(plan.pieces[1], 10);
   CHECK_EQ(plan.tiles_per_image(), 30);
-  request.splits = {1, 1};  // one call, whatever the limit
-  request.limit = 1;
-  CHECK(!make_plan(request).tiled);
-  request.batch = 0;
-  CHECK(make_plan(request).reason == PlanReason::kEmpty);
+  c.problem.splits = {1, 1};  // one call, whatever the limit
+  c.limit = 1;
+  CHECK(!c.plan().tiled);
+  c.problem.batch = 0;
+  CHECK(c.plan().reason == PlanReason::kEmpty);
 }
 
 void test_build_facts() {

@@ -11,7 +11,7 @@
 #include "cuda/conv_turn.h"
 #include "cuda/kernel_call.h"
 #include "ops/activation.h"
-#include "ops/conv_rooms.h"
+#include "ops/conv_checks.h"
 #include "ops/handle.h"
 #include "tiled/conv.h"
 #include "tiled/passes.h"
@@ -23,9 +23,18 @@ using at::Tensor;
 kernels::Stream current_stream(const Tensor&) { return nullptr; }
 DeviceLimits device_limits() { return {.arch = 90}; }
 
+// The masks of the installed library.
 Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   static const auto op = handle<Tensor(const Tensor&, const Tensor&, double, double)>("_mask_backward");
   return op.call(grad, bits, inside, outside);
+}
+Tensor mask_pack(const Tensor& input, Mask mask, double a, double b) {
+  static const auto op = handle<Tensor(const Tensor&, int64_t, double, double)>("_mask_pack");
+  return op.call(input, static_cast<int64_t>(mask), a, b);
+}
+Tensor mask_forward_(Tensor& input, Mask mask, double a, double b) {
+  static const auto op = handle<Tensor(Tensor&, int64_t, double, double)>("_mask_forward_");
+  return op.call(input, static_cast<int64_t>(mask), a, b);
 }
 
 namespace {
@@ -96,7 +105,7 @@ ConvGrads conv_gradients(const Tensor& grad, const OptionalTensor& bits, const O
   const SettingsGuard native({.backend = Backend::kNative});
   return conv_backward(
       engine, spec_of(dims, transposed, stride, padding, output_padding, dilation, groups, mode, splits),
-      grad, input, weight, input_size, weight_size, mask, bits.value_or(Tensor()));
+      {grad, input, weight, input_size, weight_size, mask, or_none(bits)});
 }
 
 // Of a 2-D convolution: the result and its bits, which are empty where the kernel cannot write them.
@@ -105,9 +114,8 @@ std::tuple<Tensor, Tensor> fused(const Tensor& input, const Tensor& weight, cons
                                  at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                                  int64_t groups, std::string_view mode, at::OptionalIntArrayRef splits) {
   const SettingsGuard native({.backend = Backend::kNative});
-  const ConvParams params =
-      check_params(conv_spec(2, stride, padding, dilation, groups, mode, splits), "conv2d");
-  const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
+  const ConvProblem problem(conv_spec(2, stride, padding, dilation, groups, mode, splits),
+                            input.sizes().vec(), weight.sizes().vec());
   const Tensor y = at::empty(problem.small_sizes(problem.batch),
                              input.options().memory_format(output_format(input, weight)));
   Epilogue epilogue{bias, scale, residual, /*relu=*/true};
@@ -131,9 +139,8 @@ std::string choice(const Tensor& input, const Tensor& weight, int64_t groups, st
   native.native = true;
   set_conv_rules(90, std::vector<ConvRule>{native});
   const int64_t one = 1;
-  const ConvParams params =
-      check_params(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), "conv2d");
-  const ConvProblem problem = make_problem(params, input.sizes(), weight.sizes());
+  const ConvProblem problem(conv_spec(2, one, one, one, groups, "zeros", std::nullopt), input.sizes().vec(),
+                            weight.sizes().vec());
   const NativeKernel kernel =
       engine.native_kernel(problem, ConvPass::kSmall, input.scalar_type(), at::MemoryFormat::Contiguous);
   return kernel ? kernel.name : "";

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from support.conv_calls import backward_arguments
 from support.pairs import only_full
 from support.peaks import peaks
 from support.seeds import SWEEP_SEED
@@ -196,8 +197,8 @@ def test_gradients_by_this_package(last):
     for wanted in ((True, True, True), (True, False, False), (False, True, False)):
 
         def call(grad, x, weight, wanted=wanted):
-            return torch.ops.patchconv.conv2d_backward(
-                grad, x, weight, x.shape, weight.shape, [1], [1], [1], 1, output_mask=list(wanted)
+            return torch.ops.patchconv._convolution_backward(
+                *backward_arguments(grad, x, weight, x.shape, weight.shape, wanted, padding=1)
             )
 
         found = compared(call, torch.randn_like(F.conv2d(x, weight, padding=1)), x, weight)

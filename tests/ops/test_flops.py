@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from support.conv_calls import backward_arguments
 from support.pairs import pairwise
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,21 +56,16 @@ def test_padding(mode, padding):
 def test_backward_operators(dims, transposed, mask):
     weight = (4, 3) if transposed else (6, 2)
     x, w = torch.randn(2, 4, *[9] * dims), torch.randn(*weight, *[3] * dims)
-    stride, padding, dilation, output_padding = [2] * dims, [1] * dims, [1] * dims, [0] * dims
+    name = f"conv{'_transpose' if transposed else ''}{dims}d"
     ops = torch.ops.patchconv
-    if transposed:
-        grad = torch.ones_like(getattr(ops, f"conv_transpose{dims}d")(x, w, None, stride, padding, groups=2))
-        numbers = [stride, padding, output_padding, 2, dilation]
-    else:
-        grad = torch.ones_like(getattr(ops, f"conv{dims}d")(x, w, None, stride, padding, groups=2))
-        numbers = [stride, padding, dilation, 2]
+    grad = torch.ones_like(getattr(ops, name)(x, w, None, 2, 1, groups=2))
     stock = torch.ops.aten.convolution_backward
-    of_stock = (grad, x, w, [6], stride, padding, dilation, transposed, output_padding, 2, list(mask))
-    expected = count(lambda: stock(*of_stock))
-    ours = getattr(ops, f"conv{'_transpose' if transposed else ''}{dims}d_backward")
+    twos, ones, zeros = ([number] * dims for number in (2, 1, 0))
+    expected = count(lambda: stock(grad, x, w, [6], twos, ones, ones, transposed, zeros, 2, list(mask)))
     # What is not needed is not kept for the backward pass: shapes must do.
-    given = (x if mask[1] else None, w if mask[0] else None)
-    assert count(lambda: ours(grad, *given, x.shape, w.shape, *numbers, output_mask=list(mask))) == expected
+    given = (grad, x if mask[1] else None, w if mask[0] else None, x.shape, w.shape, mask)
+    ours = backward_arguments(*given, stride=2, padding=1, groups=2, transposed=transposed)
+    assert count(lambda: ops._convolution_backward(*ours)) == expected
     assert (expected > 0) == (mask[0] or mask[1])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from support.configurations import lay_out
+from support.conv_calls import backward_arguments
 from support.pairs import pairwise
 
 import patchconv_native  # noqa: F401  (registers the operators)
@@ -56,10 +57,9 @@ def test_forward_with_frozen_arguments(device, dims, transposed, frozen):
 
 def check_backward(transposed, splits, grad, x, w, mask):
     """Only what the mask needs is given; results that nobody asked for are undefined."""
-    middle = [[0], 1, [1]] if transposed else [[1], 1]
-    given = (grad, x if mask[1] else None, w if mask[0] else None, x.shape, w.shape, [1], [1], *middle)
-    backward = getattr(ops, f"{name(w.dim() - 2, transposed)}_backward")
-    torch.library.opcheck(backward.default, given, {"splits": splits, "output_mask": list(mask)})
+    given = (grad, x if mask[1] else None, w if mask[0] else None, x.shape, w.shape, mask)
+    how = {"padding": 1, "transposed": transposed, "splits": splits or []}
+    torch.library.opcheck(ops._convolution_backward.default, backward_arguments(*given, **how))
 
 
 @pairwise(
