@@ -93,20 +93,20 @@ TORCH_LIBRARY(patchconv, m) {
   m.def(
       "_batch_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum) -> "
       "(Tensor, Tensor)");
+  // `groups`: 0 by channel; else `var` is 1 / sqrt(var + eps) of each image and group (ops/norm.h).
   m.def(
-      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps, int "
-      "activation) -> Tensor");
+      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, int groups, float eps, "
+      "int activation) -> Tensor");
   m.def(
       "_normalize_masked(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps) -> "
       "(Tensor, Tensor)");
   m.def(
-      "_batch_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
-      "var, "
-      "bool training, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
-  // Writes the input's gradient over `grad`; returns those of weight and bias.
+      "_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, int "
+      "groups, float eps, int activation, bool training, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  // Writes the input's gradient over `grad`; returns those of weight and bias. By channel.
   m.def(
       "_batch_norm_backward_(Tensor(a!) grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, "
-      "Tensor var, bool training, float eps, bool relu, bool[2] output_mask) -> (Tensor, Tensor)");
+      "Tensor var, float eps, bool relu, bool training, bool[2] output_mask) -> (Tensor, Tensor)");
   m.def(
       "_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> "
       "(Tensor, Tensor, Tensor)");
@@ -116,12 +116,6 @@ TORCH_LIBRARY(patchconv, m) {
   m.def(
       "_group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, int activation, "
       "ScalarType? statistics=None) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "_group_norm_again(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
-      "num_groups, float eps, int activation) -> Tensor");
-  m.def(
-      "_group_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor "
-      "rstd, int num_groups, float eps, int activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // Dropout. The mask is computed from the seed, a tensor of one int64, and never stored; core/philox.h.
   m.def("dropout(Tensor input, float p=0.5) -> Tensor");

@@ -106,7 +106,7 @@ class Norm(torch.autograd.Function):
         ctx.call, ctx.summing, ctx.parameters, ctx.bias = call, anchor is not None, parameters, bias is not None
         ctx.save_for_backward(input, weight)
         scale, shift = (None if t is None else t.to(call.mean.dtype) for t in (weight, bias))
-        return _ops._normalize(input, scale, shift, call.mean, call.var, call.module.eps, 0)
+        return _ops._normalize(input, scale, shift, call.mean, call.var, 0, call.module.eps, 0)
 
     @staticmethod
     @once_differentiable
@@ -117,7 +117,7 @@ class Norm(torch.autograd.Function):
         scale = None if weight is None else weight.to(mean.dtype)
         nothing = (None, None, None)
         if ctx.summing:
-            found = _ops._batch_norm_backward(grad, input, scale, None, mean, var, False, eps, 0, [False, True, True])
+            found = _ops._norm_backward(grad, input, scale, None, mean, var, 0, eps, 0, False, [False, True, True])
             call.sums = [a + b for a, b in zip(call.sums, (t.double() for t in found[1:]), strict=True)]
             return None, None, None, *nothing
         products, ones = call.sums

@@ -69,6 +69,12 @@ class NormNode : public LeanNode {
     return grads;
   }
 
+  // The output again, from the saved statistics.
+  Tensor normalized(int64_t groups, Activation activation) {
+    return normalize(input.get(*this), {if_defined(get_weight()), if_defined(get_bias()), mean.get(*this),
+                                        deviation.get(*this), groups, eps, activation});
+  }
+
   // Differentiable gradients: through stock's forward operator, called again.
   template <typename Forward>
   variable_list recorded(const Tensor& grad, Forward forward) {
@@ -155,16 +161,15 @@ class BatchNormBackward final : public NormNode {
         });
       }
       const Tensor x = input.get(*this);
+      const OptionalTensor scale = if_defined(w), shift = if_defined(get_bias());
+      const NormMap map{scale, shift, average, variance, /*groups=*/0, eps, activation};
       Tensor grad_input, grad_weight, grad_bias;
       if (want[0] && x.is_cpu() && solely_owned(grad) && grad.strides() == x.strides() &&
           grad.scalar_type() == x.scalar_type() && activation != Activation::kSilu) {
         grad_input = grad;
-        std::tie(grad_weight, grad_bias) =
-            batch_norm_backward_(grad, x, w, get_bias(), average, variance, training, eps,
-                                 activation == Activation::kRelu, {want[1], want[2]});
+        std::tie(grad_weight, grad_bias) = batch_norm_backward_(grad, x, map, training, {want[1], want[2]});
       } else {
-        std::tie(grad_input, grad_weight, grad_bias) =
-            batch_norm_backward(grad, x, w, get_bias(), average, variance, training, eps, activation, want);
+        std::tie(grad_input, grad_weight, grad_bias) = norm_backward(grad, x, map, training, want);
       }
       if (want[1]) grad_weight = grad_weight.to(w.scalar_type());
       if (want[2]) grad_bias = grad_bias.to(bias_dtype);
@@ -189,14 +194,10 @@ class BatchNormBackward final : public NormNode {
     return on_edges(grad_input, Tensor(), grad_bias);
   }
 
-  Tensor rebuild() override {
-    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this), eps,
-                     activation);
-  }
+  Tensor rebuild() override { return normalized(/*groups=*/0, activation); }
   Tensor rebuild_with_relu() override {
     if (activation != Activation::kNone) return {};
-    return normalize(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this), eps,
-                     Activation::kRelu);
+    return normalized(/*groups=*/0, Activation::kRelu);
   }
   std::vector<Source*> others() override {
     if (bits.available()) return {&bits};
@@ -290,15 +291,14 @@ class GroupNormBackward final : public NormNode {
       });
     }
     const auto [grad_input, grad_weight, grad_bias] =
-        group_norm_backward(grad, input.get(*this), get_weight(), get_bias(), mean.get(*this),
-                            deviation.get(*this), groups, eps, activation, wanted());
+        norm_backward(grad, input.get(*this),
+                      {if_defined(get_weight()), if_defined(get_bias()), mean.get(*this),
+                       deviation.get(*this), groups, eps, activation},
+                      /*training=*/true, wanted());
     return on_edges(grad_input, grad_weight, grad_bias);
   }
 
-  Tensor rebuild() override {
-    return group_norm_again(input.get(*this), get_weight(), get_bias(), mean.get(*this), deviation.get(*this),
-                            groups, eps, activation);
-  }
+  Tensor rebuild() override { return normalized(groups, activation); }
 };
 
 template <Activation kActivation>

@@ -246,9 +246,8 @@ void map_all(const Layout& l, const T* grad, const T* x, const Channels<Exact<T>
 bool has_layout(const Tensor& tensor, at::MemoryFormat format) { return tensor.is_contiguous(format); }
 
 // `target`: the incoming gradient, to be written over; undefined: new memory.
-Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                    const OptionalTensor& bias, const Tensor& mean, const Tensor& var, bool training,
-                    double eps, bool relu, std::array<bool, 3> mask, Tensor target) {
+Gradients gradients(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                    std::array<bool, 3> mask, Tensor target) {
   const auto format = input.is_contiguous() ? at::MemoryFormat::Contiguous : input.suggest_memory_format();
   const Tensor x = input.contiguous(format), g = grad.contiguous(format);
   const Layout layout(x);
@@ -263,14 +262,14 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
     const auto numbers = [](const OptionalTensor& tensor) {
       return given(tensor) ? tensor->to(at::kDouble).contiguous() : Tensor();
     };
-    const Tensor w = numbers(weight), b = numbers(bias), m = numbers(mean);
-    const Tensor inverse = var.to(at::kDouble).add(eps).rsqrt_();
+    const Tensor w = numbers(map.weight), b = numbers(map.bias), m = numbers(map.mean);
+    const Tensor inverse = map.var.to(at::kDouble).add(map.eps).rsqrt_();
     const auto number = [](const Tensor& tensor, int64_t k, double otherwise) {
       return tensor.defined() ? tensor.const_data_ptr<double>()[k] : otherwise;
     };
-    Channels<Number> c(layout.channels, relu);
+    Channels<Number> c(layout.channels, map.activation == Activation::kRelu);
     for (const auto k : irange(layout.channels)) {
-      // The same numbers as in the forward pass (normalize_cpu).
+      // The same numbers as in the forward pass (normalize_channels).
       c.scale[k] = static_cast<Number>(number(inverse, k, 1)) * static_cast<Number>(number(w, k, 1));
       c.mean[k] = static_cast<Number>(number(m, k, 0));
       c.shift[k] = static_cast<Number>(number(b, k, 0)) - c.mean[k] * c.scale[k];
@@ -300,29 +299,23 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const OptionalTenso
   return {result, grad_weight, grad_bias};
 }
 
-Gradients batch_norm_backward_cpu(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
-                                  bool training, double eps, int64_t activation, std::array<bool, 3> mask) {
-  const auto what = static_cast<Activation>(activation);
-  if ((what != Activation::kNone && what != Activation::kRelu) || grad.scalar_type() != input.scalar_type()) {
-    return batch_norm_backward_with_aten(grad, input, weight, bias, mean, var, training, eps, activation,
-                                         mask);
+struct CpuRoom : NormWithAten {
+  static Gradients backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                            std::array<bool, 3> mask) {
+    if (map.groups > 0 || map.activation == Activation::kSilu || grad.scalar_type() != input.scalar_type())
+      return NormWithAten::backward(grad, input, map, training, mask);
+    return gradients(grad, input, map, training, mask, {});
   }
-  return gradients(grad, input, weight, bias, mean, var, training, eps, what == Activation::kRelu, mask, {});
-}
-
-std::tuple<Tensor, Tensor> batch_norm_backward_cpu_(Tensor& grad, const Tensor& input,
-                                                    const OptionalTensor& weight, const OptionalTensor& bias,
-                                                    const Tensor& mean, const Tensor& var, bool training,
-                                                    double eps, bool relu, std::array<bool, 2> mask) {
-  auto [_, grad_weight, grad_bias] =
-      gradients(grad, input, weight, bias, mean, var, training, eps, relu, {true, mask[0], mask[1]}, grad);
-  return {grad_weight, grad_bias};
-}
+  static TwoTensors backward_(Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                              std::array<bool, 2> mask) {
+    auto [_, grad_weight, grad_bias] = gradients(grad, input, map, training, {true, mask[0], mask[1]}, grad);
+    return {grad_weight, grad_bias};
+  }
+};
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
-  m.impl("_batch_norm_backward", &batch_norm_backward_cpu);
-  m.impl("_batch_norm_backward_", &batch_norm_backward_cpu_);
+  m.impl("_norm_backward", &NormSignatures<CpuRoom>::backward);
+  m.impl("_batch_norm_backward_", &NormSignatures<CpuRoom>::backward_);
 }
 
 }  // namespace

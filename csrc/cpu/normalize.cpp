@@ -179,9 +179,8 @@ Tensor dense(const Tensor& input) {
 
 int64_t per_channel(const Tensor& x) { return x.numel() / std::max<int64_t>(1, x.size(0) * x.size(1)); }
 
-std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input,
-                                                const std::optional<Tensor>& running_mean,
-                                                const std::optional<Tensor>& running_var, double momentum) {
+std::tuple<Tensor, Tensor> batch_statistics_cpu(const Tensor& input, const OptionalTensor& running_mean,
+                                                const OptionalTensor& running_var, double momentum) {
   const Tensor x = dense(input);
   const int64_t c = x.size(1);
   std::vector<Moments> moments(c);
@@ -241,21 +240,20 @@ PATCHCONV_MAPS(c10::BFloat16)
 PATCHCONV_MAPS(c10::Half)
 #undef PATCHCONV_MAPS
 
-// Parameters and statistics have shape (c) and the dtype of the arithmetic.
-Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
-                     const std::optional<Tensor>& bias, const Tensor& mean, const Tensor& var, double eps,
-                     int64_t activation) {
-  const Tensor x = dense(input), invstd = var.to(at::kDouble).add(eps).rsqrt_();  // not rounded yet
+// By channel: parameters and statistics have shape (c) and the dtype of the arithmetic.
+Tensor normalize_channels(const Tensor& input, const NormMap& map) {
+  const Tensor x = dense(input);
+  const Tensor invstd = map.var.to(at::kDouble).add(map.eps).rsqrt_();  // not rounded yet
   const int64_t c = x.size(1);
   Tensor y = at::empty_like(x);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "normalize", [&] {
     using Acc = at::opmath_type<scalar_t>;
     using Number = Exact<scalar_t>;
     std::vector<Number> scale(c), shift(c);
-    auto numbers = [&](const std::optional<Tensor>& tensor) {
+    auto numbers = [&](const OptionalTensor& tensor) {
       return given(tensor) ? tensor->contiguous() : Tensor();
     };
-    const Tensor w = numbers(weight), b = numbers(bias), m = mean.contiguous();
+    const Tensor w = numbers(map.weight), b = numbers(map.bias), m = map.mean.contiguous();
     const auto* inverse = invstd.const_data_ptr<double>();
     auto number = [](const Tensor& tensor, int64_t k, Number otherwise) {
       return tensor.defined() ? static_cast<Number>(tensor.const_data_ptr<Acc>()[k]) : otherwise;
@@ -281,12 +279,18 @@ Tensor normalize_cpu(const Tensor& input, const std::optional<Tensor>& weight,
                        });
     }
   });
-  return activate_(y, activation);
+  return activate_(y, map.activation);
 }
+
+struct CpuRoom {
+  static Tensor normalize(const Tensor& input, const NormMap& map) {
+    return map.groups > 0 ? NormWithAten::normalize(input, map) : normalize_channels(input, map);
+  }
+};
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
   m.impl("_batch_statistics", &batch_statistics_cpu);
-  m.impl("_normalize", &normalize_cpu);
+  m.impl("_normalize", &NormSignatures<CpuRoom>::normalize);
 }
 
 }  // namespace

@@ -18,8 +18,7 @@ namespace patchconv {
 
 using at::Tensor;
 using c10::irange;
-using kernels::ConvProducts;
-using kernels::ConvSums;
+using kernels::ConvCall;
 using kernels::ConvTensor;
 using kernels::Type;
 
@@ -80,9 +79,9 @@ kernels::ConvWeight strided_weight(const ConvProblem& problem, const Tensor& wei
 }
 
 // Everything that follows from the sizes; the lines are those of the first residue.
-ConvSums sums_of(const ConvProblem& problem, ConvPass pass) {
+ConvCall call_of(const ConvProblem& problem, ConvPass pass) {
   const bool to_big = pass == ConvPass::kBig;
-  ConvSums call;
+  ConvCall call;
   call.mode = to_big ? PaddingMode::kZeros : problem.mode;
   call.images = problem.batch;
   call.groups = static_cast<int>(problem.groups);
@@ -137,7 +136,7 @@ kernels::ConvTilePlan tile_plan(Type type, const ConvLine (&lines)[3], int outpu
 // Elements of a first layer's packed weight: the largest number over all lines.
 int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
   int64_t most = 0;
-  ConvSums call = sums_of(problem, pass);
+  ConvCall call = call_of(problem, pass);
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
     std::copy(lines, lines + 3, call.lines);
     most = std::max(most, kernels::conv_stem_packed_elements(type, call));
@@ -148,24 +147,12 @@ int64_t stem_elements(const ConvProblem& problem, ConvPass pass, Type type) {
 // Bytes that the parts of a weight gradient may take; a single part may take more.
 int64_t parts_limit() { return std::min<int64_t>(workspace_limit(), int64_t{32} << 20); }
 
-ConvProducts products_of(const ConvProblem& problem) {
-  const Dims dims(problem);
-  ConvProducts call;
-  for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims.at[d]);
-  call.mode = problem.mode;
-  call.images = problem.batch;
-  call.groups = static_cast<int>(problem.groups);
-  call.sources = static_cast<int>(problem.big_channels / problem.groups);
-  call.outputs = static_cast<int>(problem.small_channels / problem.groups);
-  return call;
-}
-
-kernels::ConvWeightPlan weight_plan(Type type, const ConvProducts& call) {
+kernels::ConvWeightPlan weight_plan(Type type, const ConvCall& call) {
   return kernels::plan_conv_weight(type, strict(), call, device_limits().multiprocessors, parts_limit());
 }
 
 Kernel weight_kernel(const ConvProblem& problem, Type type) {
-  const ConvProducts call = products_of(problem);
+  const ConvCall call = call_of(problem, ConvPass::kWeight);
   if (type == Type::kDouble) return Kernel::kPlain;
   if (call.sources == 1 && call.groups > 1 &&
       kernels::conv_depthwise_weight_workspace(type, call, parts_limit()) >= 0) {
@@ -191,7 +178,7 @@ Kernel kernel_for(const ConvProblem& problem, ConvPass pass, Type type) {
     return Kernel::kGather;
   }
   if (type == Type::kDouble) return Kernel::kPlain;
-  ConvSums call = sums_of(problem, pass);
+  ConvCall call = call_of(problem, pass);
   const int shared = device_limits().shared_bytes;
   const auto all = [&](auto serves) {
     bool yes = true;
@@ -262,14 +249,14 @@ NativeKernel choose_native_kernel(const ConvProblem& problem, ConvPass pass, at:
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   if (kernel == Kernel::kTiles) {
     result.workspace =
-        element * kernels::conv_packed_elements(type, sums_of(problem, pass), Dims(problem).kernel());
+        element * kernels::conv_packed_elements(type, call_of(problem, pass), Dims(problem).kernel());
   } else if (kernel == Kernel::kStem) {
     result.workspace = element * stem_elements(problem, pass, type);
   } else if (kernel == Kernel::kWeight) {
-    result.workspace = 4 * weight_plan(type, products_of(problem)).workspace;
+    result.workspace = 4 * weight_plan(type, call_of(problem, ConvPass::kWeight)).workspace;
   } else if (kernel == Kernel::kDepthwiseWeight) {
-    result.workspace =
-        4 * kernels::conv_depthwise_weight_workspace(type, products_of(problem), parts_limit());
+    result.workspace = 4 * kernels::conv_depthwise_weight_workspace(type, call_of(problem, ConvPass::kWeight),
+                                                                    parts_limit());
   }
   return result;
 }
@@ -280,7 +267,7 @@ bool native_kernel_writes_bits(const ConvProblem& problem, ConvPass pass, const 
   if (!depthwise && kernel != Kernel::kStem && kernel != Kernel::kTiles) return false;
   if (!target.is_non_overlapping_and_dense()) return false;
   bool all = true;
-  ConvSums call = sums_of(problem, pass);
+  ConvCall call = call_of(problem, pass);
   call.target = strided(target);
   each_lines(problem, pass, [&](const ConvLine(&lines)[3]) {
     each_piece(problem, pass, [&](const std::array<Range, 3>& ranges) {
@@ -311,7 +298,7 @@ void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& so
   const Type type = type_of(source.scalar_type());
   const Kernel kernel = kernel_for(problem, pass, type);
   const kernels::Stream stream = current_stream(source);
-  ConvSums call = sums_of(problem, pass);
+  ConvCall call = call_of(problem, pass);
   call.source = strided(source, bits);
   call.weight = strided_weight(problem, weight, pass == ConvPass::kBig);
   call.target = strided(target);
@@ -320,8 +307,7 @@ void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& so
                    epilogue.bits.defined() ? epilogue.bits.mutable_data_ptr<uint8_t>() : nullptr};
   const Dims dims(problem);
   if (kernel == Kernel::kGather) {
-    const kernels::ConvGather gather{{dims.at[0], dims.at[1], dims.at[2]}, problem.mode, call};
-    kernels::launch_conv_plain_gather(type, gather, stream);
+    kernels::launch_conv_plain_gather(type, dims.at, problem.mode, call, stream);
     return record(problem, pass, kernel, 1);
   }
   Tensor packed;
@@ -357,11 +343,11 @@ Tensor run_native_weight(const ConvProblem& problem, const Tensor& big, const Te
   Tensor weight = at::empty(problem.weight_sizes(), big.options());
   const Type type = type_of(big.scalar_type());
   const kernels::Stream stream = current_stream(big);
-  ConvProducts call = products_of(problem);
+  ConvCall call = call_of(problem, ConvPass::kWeight);
   // The bits belong to the gradient of the output: the small grid, or the big one of a transposed
   // convolution.
-  call.big = strided(big, problem.transposed ? bits : Tensor());
-  call.small = strided(small, problem.transposed ? Tensor() : bits);
+  call.source = strided(big, problem.transposed ? bits : Tensor());
+  call.target = strided(small, problem.transposed ? Tensor() : bits);
   call.weight = strided_weight(problem, weight, false);
   call.weight.data = weight.mutable_data_ptr();
   const auto workspace = [&](int64_t floats) { return at::empty({floats}, big.options().dtype(at::kFloat)); };

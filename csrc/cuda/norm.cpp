@@ -50,14 +50,13 @@ class Floats {
 };
 
 struct Affine {
-  Affine(const Tensor& mean, const Tensor& var, const OptionalTensor& weight, const OptionalTensor& bias,
-         double eps, bool inverse)
-      : mean(mean, mean.device()),
-        var(var, mean.device()),
-        weight(weight, mean.device()),
-        bias(bias, mean.device()),
-        eps(static_cast<float>(eps)),
-        inverse(inverse) {}
+  explicit Affine(const NormMap& map)
+      : mean(map.mean, map.mean.device()),
+        var(map.var, map.mean.device()),
+        weight(map.weight, map.mean.device()),
+        bias(map.bias, map.mean.device()),
+        eps(static_cast<float>(map.eps)),
+        inverse(map.groups > 0) {}
   kernels::NormAffine call() const {
     return {mean.data(), var.data(), weight.data(), bias.data(), eps, inverse};
   }
@@ -80,10 +79,9 @@ float* data_of(const OptionalTensor& tensor) {
   return given(tensor) ? tensor->mutable_data_ptr<float>() : nullptr;
 }
 
-// `inverse`: var is 1 / sqrt(var + eps).
-std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t groups, const OptionalTensor& running_mean,
-                                      const OptionalTensor& running_var, double momentum, double eps,
-                                      bool inverse) {
+// In the form that a NormMap has them.
+TwoTensors statistics(const Tensor& x, int64_t groups, const OptionalTensor& running_mean,
+                      const OptionalTensor& running_var, double momentum, double eps) {
   const NormShape shape = shape_of(x, groups);
   const auto type = kernel_type(x);
   const std::vector<int64_t> sizes =
@@ -99,134 +97,95 @@ std::tuple<Tensor, Tensor> statistics(const Tensor& x, int64_t groups, const Opt
   call.running_var = data_of(running_var);
   call.momentum = static_cast<float>(momentum);
   call.eps = static_cast<float>(eps);
-  call.inverse = inverse;
+  call.inverse = groups > 0;
   kernels::launch_norm_statistics(type, shape, call, current_stream(x));
   return {std::move(mean), std::move(var)};
 }
 
-std::tuple<Tensor, Tensor> batch_statistics_cuda(const Tensor& input, const OptionalTensor& running_mean,
-                                                 const OptionalTensor& running_var, double momentum) {
-  if (!served_by_kernels(input) || !movable(running_mean) || !movable(running_var)) {
-    return batch_statistics_with_aten(input, running_mean, running_var, momentum);
-  }
-  const c10::cuda::CUDAGuard guard(input.device());
-  return statistics(dense(input, input), 0, running_mean, running_var, momentum, 0, /*inverse=*/false);
-}
-
-Tensor mapped(const Tensor& x, int64_t groups, const Affine& affine, int64_t activation) {
+Tensor mapped(const Tensor& x, const NormMap& map) {
   Tensor y = at::empty_like(x);
-  kernels::launch_norm_map(kernel_type(x), shape_of(x, groups), affine.call(),
-                           static_cast<Activation>(activation), x.const_data_ptr(), y.mutable_data_ptr(),
-                           current_stream(x));
+  const Affine affine(map);
+  kernels::launch_norm_map(kernel_type(x), shape_of(x, map.groups), affine.call(), map.activation,
+                           x.const_data_ptr(), y.mutable_data_ptr(), current_stream(x));
   return y;
 }
 
-Tensor normalize_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                      const Tensor& mean, const Tensor& var, double eps, int64_t activation) {
-  if (!served_by_kernels(input)) return normalize_with_aten(input, weight, bias, mean, var, eps, activation);
-  const c10::cuda::CUDAGuard guard(input.device());
-  return mapped(dense(input, input), 0, Affine(mean, var, weight, bias, eps, /*inverse=*/false), activation);
-}
-
-std::tuple<Tensor, Tensor> normalize_masked_cuda(const Tensor& input, const OptionalTensor& weight,
-                                                 const OptionalTensor& bias, const Tensor& mean,
-                                                 const Tensor& var, double eps) {
-  if (!served_by_kernels(input)) return normalize_masked_with_aten(input, weight, bias, mean, var, eps);
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = dense(input, input);
-  const Affine affine(mean, var, weight, bias, eps, /*inverse=*/false);
-  Tensor y = at::empty_like(x), bits = at::empty({mask_bytes(x.numel())}, x.options().dtype(at::kByte));
-  const Tensor workspace = floats(x, {x.size(1)});
-  kernels::launch_norm_mask(kernel_type(x), shape_of(x, 0), affine.call(),
-                            workspace.mutable_data_ptr<float>(), x.const_data_ptr(), y.mutable_data_ptr(),
-                            bits.mutable_data_ptr<uint8_t>(), current_stream(x));
-  return {std::move(y), std::move(bits)};
-}
-
-Gradients backward(const Tensor& grad, const Tensor& input, int64_t groups, const Affine& affine,
-                   bool training, int64_t activation, Mask3 mask) {
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = dense(input, input), g = dense(grad, x);
-  const NormShape shape = shape_of(x, groups);
-  const auto type = kernel_type(x);
-  const Tensor workspace = floats(x, {kernels::norm_backward_workspace(type, shape)});
-  Tensor grad_input = mask[0] ? at::empty_like(x) : Tensor();
-  Tensor grad_weight = mask[1] ? floats(x, {x.size(1)}) : Tensor();
-  Tensor grad_bias = mask[2] ? floats(x, {x.size(1)}) : Tensor();
-  kernels::NormBackward call;
-  call.grad = g.const_data_ptr();
-  call.x = x.const_data_ptr();
-  call.training = training;
-  call.workspace = workspace.mutable_data_ptr<float>();
-  call.grad_input = mask[0] ? grad_input.mutable_data_ptr() : nullptr;
-  call.grad_weight = mask[1] ? grad_weight.mutable_data_ptr<float>() : nullptr;
-  call.grad_bias = mask[2] ? grad_bias.mutable_data_ptr<float>() : nullptr;
-  kernels::launch_norm_backward(type, shape, affine.call(), static_cast<Activation>(activation), call,
-                                current_stream(x));
-  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
-}
-
-Gradients batch_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                   const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
-                                   bool training, double eps, int64_t activation, Mask3 mask) {
-  if (!served_by_kernels(input) || grad.scalar_type() != input.scalar_type()) {
-    return batch_norm_backward_with_aten(grad, input, weight, bias, mean, var, training, eps, activation,
-                                         mask);
+struct CudaRoom : NormWithAten {
+  static Tensor normalize(const Tensor& input, const NormMap& map) {
+    if (!served_by_kernels(input)) return NormWithAten::normalize(input, map);
+    const c10::cuda::CUDAGuard guard(input.device());
+    return mapped(dense(input, input), map);
   }
-  return backward(grad, input, 0, Affine(mean, var, weight, bias, eps, /*inverse=*/false), training,
-                  activation, mask);
-}
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_cuda(const Tensor& input, const OptionalTensor& weight,
-                                                   const OptionalTensor& bias, int64_t groups, double eps,
-                                                   int64_t activation,
-                                                   std::optional<at::ScalarType> statistics_dtype) {
-  if (!served_by_kernels(input)) {
-    return group_norm_with_aten(input, weight, bias, groups, eps, activation, statistics_dtype);
+  static TwoTensors normalize_masked(const Tensor& input, const NormMap& map) {
+    if (!served_by_kernels(input)) return NormWithAten::normalize_masked(input, map);
+    const c10::cuda::CUDAGuard guard(input.device());
+    const Tensor x = dense(input, input);
+    const Affine affine(map);
+    Tensor y = at::empty_like(x), bits = at::empty({mask_bytes(x.numel())}, x.options().dtype(at::kByte));
+    const Tensor workspace = floats(x, {x.size(1)});
+    kernels::launch_norm_mask(kernel_type(x), shape_of(x, 0), affine.call(),
+                              workspace.mutable_data_ptr<float>(), x.const_data_ptr(), y.mutable_data_ptr(),
+                              bits.mutable_data_ptr<uint8_t>(), current_stream(x));
+    return {std::move(y), std::move(bits)};
   }
-  const c10::cuda::CUDAGuard guard(input.device());
-  const Tensor x = dense(input, input);
-  auto [mean, rstd] = statistics(x, groups, {}, {}, 0, eps, /*inverse=*/true);
-  Tensor y = mapped(x, groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true), activation);
-  return {std::move(y), std::move(mean), std::move(rstd)};
-}
 
-Tensor group_norm_again_cuda(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                             const Tensor& mean, const Tensor& rstd, int64_t groups, double eps,
-                             int64_t activation) {
-  if (!served_by_kernels(input)) {
-    return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation, std::nullopt));
+  static Gradients backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                            Mask3 mask) {
+    if (!served_by_kernels(input) || grad.scalar_type() != input.scalar_type())
+      return NormWithAten::backward(grad, input, map, training, mask);
+    const c10::cuda::CUDAGuard guard(input.device());
+    const Tensor x = dense(input, input), g = dense(grad, x);
+    const NormShape shape = shape_of(x, map.groups);
+    const auto type = kernel_type(x);
+    const Affine affine(map);
+    const Tensor workspace = floats(x, {kernels::norm_backward_workspace(type, shape)});
+    Tensor grad_input = mask[0] ? at::empty_like(x) : Tensor();
+    Tensor grad_weight = mask[1] ? floats(x, {x.size(1)}) : Tensor();
+    Tensor grad_bias = mask[2] ? floats(x, {x.size(1)}) : Tensor();
+    kernels::NormBackward call;
+    call.grad = g.const_data_ptr();
+    call.x = x.const_data_ptr();
+    call.training = training;
+    call.workspace = workspace.mutable_data_ptr<float>();
+    call.grad_input = mask[0] ? grad_input.mutable_data_ptr() : nullptr;
+    call.grad_weight = mask[1] ? grad_weight.mutable_data_ptr<float>() : nullptr;
+    call.grad_bias = mask[2] ? grad_bias.mutable_data_ptr<float>() : nullptr;
+    kernels::launch_norm_backward(type, shape, affine.call(), map.activation, call, current_stream(x));
+    if (map.groups > 0) {  // parameters by channel come in the dtype of the statistics
+      if (mask[1] && given(map.weight)) grad_weight = grad_weight.to(map.weight->scalar_type());
+      if (mask[2] && given(map.bias)) grad_bias = grad_bias.to(map.bias->scalar_type());
+    }
+    return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
   }
-  const c10::cuda::CUDAGuard guard(input.device());
-  return mapped(dense(input, input), groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true),
-                activation);
-}
 
-Gradients group_norm_backward_cuda(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                   const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
-                                   int64_t groups, double eps, int64_t activation, Mask3 mask) {
-  if (!served_by_kernels(input) || grad.scalar_type() != input.scalar_type()) {
-    return group_norm_backward_with_aten(grad, input, weight, bias, mean, rstd, groups, eps, activation,
-                                         mask);
+  static TwoTensors batch_statistics(const Tensor& input, const OptionalTensor& running_mean,
+                                     const OptionalTensor& running_var, double momentum) {
+    if (!served_by_kernels(input) || !movable(running_mean) || !movable(running_var))
+      return NormWithAten::batch_statistics(input, running_mean, running_var, momentum);
+    const c10::cuda::CUDAGuard guard(input.device());
+    return statistics(dense(input, input), 0, running_mean, running_var, momentum, 0);
   }
-  auto [grad_input, grad_weight, grad_bias] =
-      backward(grad, input, groups, Affine(mean, rstd, weight, bias, eps, /*inverse=*/true),
-               /*training=*/true, activation, mask);
-  const auto like = [](const Tensor& gradient, const OptionalTensor& parameter) {
-    const bool given = parameter.has_value() && parameter->defined();
-    return gradient.defined() && given ? gradient.to(parameter->scalar_type()) : gradient;
-  };
-  return {grad_input, like(grad_weight, weight), like(grad_bias, bias)};
-}
+
+  static ThreeTensors group_norm(const Tensor& input, const OptionalTensor& weight,
+                                 const OptionalTensor& bias, int64_t groups, double eps, int64_t activation,
+                                 std::optional<at::ScalarType> statistics_dtype) {
+    if (!served_by_kernels(input))
+      return NormWithAten::group_norm(input, weight, bias, groups, eps, activation, statistics_dtype);
+    const c10::cuda::CUDAGuard guard(input.device());
+    const Tensor x = dense(input, input);
+    auto [mean, rstd] = statistics(x, groups, {}, {}, 0, eps);
+    Tensor y = mapped(x, {weight, bias, mean, rstd, groups, eps, checked_activation(activation)});
+    return {std::move(y), std::move(mean), std::move(rstd)};
+  }
+};
 
 TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
-  m.impl("_batch_statistics", &batch_statistics_cuda);
-  m.impl("_normalize", &normalize_cuda);
-  m.impl("_normalize_masked", &normalize_masked_cuda);
-  m.impl("_batch_norm_backward", &batch_norm_backward_cuda);
-  m.impl("_group_norm", &group_norm_cuda);
-  m.impl("_group_norm_again", &group_norm_again_cuda);
-  m.impl("_group_norm_backward", &group_norm_backward_cuda);
+  m.impl("_batch_statistics", &CudaRoom::batch_statistics);
+  m.impl("_normalize", &NormSignatures<CudaRoom>::normalize);
+  m.impl("_normalize_masked", &NormSignatures<CudaRoom>::normalize_masked);
+  m.impl("_norm_backward", &NormSignatures<CudaRoom>::backward);
+  m.impl("_group_norm", &CudaRoom::group_norm);
 }
 
 }  // namespace

@@ -134,9 +134,7 @@ TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) {
 Tensor batch_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training,
                   double momentum, double eps) {
-  static const auto op =
-      handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                    const OptionalTensor&, bool, double, double)>("batch_norm");
+  static const auto op = handle<decltype(batch_norm)>("batch_norm");
   return op.call(input, weight, bias, running_mean, running_var, training, momentum, eps);
 }
 
@@ -170,10 +168,11 @@ BatchNormed batch_norm_parts(const Tensor& input, const OptionalTensor& weight, 
     result.mean = old_mean.to(dtype, /*non_blocking=*/false, /*copy=*/true);
     result.var = old_var.to(dtype, /*non_blocking=*/false, /*copy=*/true);
   }
+  const NormMap map{weight, bias, result.mean, result.var, /*groups=*/0, eps, activation};
   if (with_bits) {
-    std::tie(result.y, result.bits) = normalize_masked(input, weight, bias, result.mean, result.var, eps);
+    std::tie(result.y, result.bits) = normalize_masked(input, map);
   } else {
-    result.y = normalize(input, weight, bias, result.mean, result.var, eps, activation);
+    result.y = normalize(input, map);
   }
   return result;
 }

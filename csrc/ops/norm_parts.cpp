@@ -30,35 +30,33 @@ using at::Tensor;
 namespace {
 
 using Mask3 = std::array<bool, 3>;
+using WithAten = NormSignatures<NormWithAten>;
 
 at::ScalarType statistics_type(const Tensor& input) {
   return at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
 }
 
-// The gradient of z, which make(activation) computes again.
-template <typename Make>
-Tensor before_activation(const Tensor& grad, int64_t activation, Make make) {
-  switch (static_cast<Activation>(activation)) {
+NormMap with_activation(const NormMap& map, Activation activation) {
+  return {map.weight, map.bias, map.mean, map.var, map.groups, map.eps, activation};
+}
+
+// The gradient of the value before the activation, which is computed again.
+Tensor before_activation(const Tensor& grad, const Tensor& input, const NormMap& map) {
+  switch (map.activation) {
     case Activation::kNone:
       return grad;
     case Activation::kRelu:
-      return at::threshold_backward(grad, make(Activation::kRelu), 0);
+      return at::threshold_backward(grad, normalize(input, map), 0);
     case Activation::kSilu:
-      return at::silu_backward(grad, make(Activation::kNone));
+      return at::silu_backward(grad, normalize(input, with_activation(map, Activation::kNone)));
   }
-  TORCH_CHECK(false, "patchconv: expected an activation of 0, 1 or 2, got ", activation);
+  TORCH_INTERNAL_ASSERT(false);
 }
 
 // Parameters in the dtype of the statistics.
 OptionalTensor parameter(const OptionalTensor& tensor, at::ScalarType dtype) {
   if (!given(tensor)) return std::nullopt;
   return tensor->scalar_type() == dtype ? *tensor : tensor->to(dtype);
-}
-
-Tensor group_norm_again_with_aten(const Tensor& input, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, const Tensor& /*mean*/, const Tensor& /*rstd*/,
-                                  int64_t groups, double eps, int64_t activation) {
-  return std::get<0>(group_norm_with_aten(input, weight, bias, groups, eps, activation, std::nullopt));
 }
 
 bool by_native_kernels(const Tensor& x) {
@@ -74,56 +72,56 @@ Tensor laid_out_for_groups(const Tensor& x) {
   return x.contiguous(keeps_layout ? x.suggest_memory_format() : at::MemoryFormat::Contiguous);
 }
 
-TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
-  m.impl("_batch_statistics", [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, double) {
-    const auto options = input.options().dtype(statistics_type(input));
-    return std::make_tuple(at::empty_symint({input.sym_size(1)}, options),
-                           at::empty_symint({input.sym_size(1)}, options));
-  });
-  m.impl("_normalize", [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                          const Tensor&, double, int64_t) {
+struct MetaNorm : NormWithAten {
+  static Tensor normalize(const Tensor& input, const NormMap&) {
     return at::empty_like(input, input.options().memory_format(input.suggest_memory_format()));
-  });
-  // Inputs come in a layout that the device serves (laid_out_for_groups).
-  m.impl("_group_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                           int64_t groups, double eps, int64_t activation,
-                           std::optional<at::ScalarType> statistics) {
-    auto [y, mean, rstd] = group_norm_with_aten(input, weight, bias, groups, eps, activation, statistics);
+  }
+  static Gradients backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                            Mask3 mask) {
+    if (map.groups == 0) return NormWithAten::backward(grad, input, map, training, mask);
+    // Inputs come in a layout that the device serves (laid_out_for_groups).
+    const auto like = given(map.weight) ? map.weight->options() : input.options();
+    const auto parameter = [&](bool wanted) {
+      return wanted ? at::empty_symint({input.sym_size(1)}, like) : Tensor();
+    };
+    return {mask[0] ? at::empty_like(input) : Tensor(), parameter(mask[1]), parameter(mask[2])};
+  }
+  static TwoTensors batch_statistics(const Tensor& input, const OptionalTensor&, const OptionalTensor&,
+                                     double) {
+    const auto options = input.options().dtype(statistics_type(input));
+    return {at::empty_symint({input.sym_size(1)}, options), at::empty_symint({input.sym_size(1)}, options)};
+  }
+  static ThreeTensors group_norm(const Tensor& input, const OptionalTensor& weight,
+                                 const OptionalTensor& bias, int64_t groups, double eps, int64_t activation,
+                                 std::optional<at::ScalarType> statistics) {
+    auto [y, mean, rstd] = NormWithAten::group_norm(input, weight, bias, groups, eps, activation, statistics);
     const auto dtype = statistics.value_or(mean.scalar_type());
-    return std::make_tuple(at::empty_like(input), mean.to(dtype), rstd.to(dtype));
-  });
-  m.impl("_group_norm_again",
-         [](const Tensor& input, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-            int64_t, double, int64_t) { return at::empty_like(input); });
-  m.impl("_group_norm_backward",
-         [](const Tensor&, const Tensor& input, const OptionalTensor& weight, const OptionalTensor&,
-            const Tensor&, const Tensor&, int64_t, double, int64_t, Mask3 mask) {
-           const auto like = given(weight) ? weight->options() : input.options();
-           const auto parameter = [&](bool wanted) {
-             return wanted ? at::empty_symint({input.sym_size(1)}, like) : Tensor();
-           };
-           return std::make_tuple(mask[0] ? at::empty_like(input) : Tensor(), parameter(mask[1]),
-                                  parameter(mask[2]));
-         });
+    return {at::empty_like(input), mean.to(dtype), rstd.to(dtype)};
+  }
+};
+
+TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
+  m.impl("_batch_statistics", &MetaNorm::batch_statistics);
+  m.impl("_normalize", &NormSignatures<MetaNorm>::normalize);
+  m.impl("_group_norm", &MetaNorm::group_norm);
+  m.impl("_norm_backward", &NormSignatures<MetaNorm>::backward);
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
-  m.impl("_batch_statistics", &batch_statistics_with_aten);
-  m.impl("_normalize", &normalize_with_aten);
-  m.impl("_normalize_masked", &normalize_masked_with_aten);
-  m.impl("_batch_norm_backward", &batch_norm_backward_with_aten);
-  m.impl("_batch_norm_backward_", &batch_norm_backward_with_aten_);
-  m.impl("_group_norm", &group_norm_with_aten);
-  m.impl("_group_norm_again", &group_norm_again_with_aten);
-  m.impl("_group_norm_backward", &group_norm_backward_with_aten);
+  m.impl("_batch_statistics", &NormWithAten::batch_statistics);
+  m.impl("_normalize", &WithAten::normalize);
+  m.impl("_normalize_masked", &WithAten::normalize_masked);
+  m.impl("_norm_backward", &WithAten::backward);
+  m.impl("_batch_norm_backward_", &WithAten::backward_);
+  m.impl("_group_norm", &NormWithAten::group_norm);
   m.impl("_layer_norm", TORCH_FN(at::native_layer_norm_symint));
   m.impl("_layer_norm_backward", TORCH_FN(at::native_layer_norm_backward_symint));
 }
 
 }  // namespace
 
-Tensor& activate_(Tensor& z, int64_t activation) {
-  switch (static_cast<Activation>(activation)) {
+Tensor& activate_(Tensor& z, Activation activation) {
+  switch (activation) {
     case Activation::kNone:
       return z;
     case Activation::kRelu:
@@ -131,7 +129,7 @@ Tensor& activate_(Tensor& z, int64_t activation) {
     case Activation::kSilu:
       return at::silu_(z);
   }
-  TORCH_CHECK(false, "patchconv: expected an activation of 0, 1 or 2, got ", activation);
+  TORCH_INTERNAL_ASSERT(false);
 }
 
 Tensor stock_activation(const Tensor& z, Activation activation) {
@@ -157,8 +155,11 @@ void move_running(const OptionalTensor& running, const Tensor& now, double momen
   all.mul_(1 - momentum).add_(now.to(all.scalar_type()), momentum * factor);
 }
 
-Tensor normalize_with_aten(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                           const Tensor& mean, const Tensor& var, double eps, int64_t activation) {
+Tensor NormWithAten::normalize(const Tensor& input, const NormMap& map) {
+  const auto& [weight, bias, mean, var, groups, eps, activation] = map;
+  if (groups > 0) {
+    return std::get<0>(group_norm(input, weight, bias, groups, eps, static_cast<int64_t>(activation), {}));
+  }
   const Tensor invstd = inverse_deviation(var, eps);
   Tensor y;
   if (input.is_cuda()) {
@@ -174,8 +175,8 @@ Tensor normalize_with_aten(const Tensor& input, const OptionalTensor& weight, co
   return activate_(y, activation);
 }
 
-std::tuple<Tensor, Tensor> batch_statistics_with_aten(const Tensor& input, const OptionalTensor& running_mean,
-                                                      const OptionalTensor& running_var, double momentum) {
+TwoTensors NormWithAten::batch_statistics(const Tensor& input, const OptionalTensor& running_mean,
+                                          const OptionalTensor& running_var, double momentum) {
   std::vector<int64_t> over{0};
   for (int64_t d = 2; d < input.dim(); ++d) over.push_back(d);
   const auto [var, mean] = at::var_mean(input.to(statistics_type(input)), over, /*unbiased=*/false);
@@ -185,20 +186,24 @@ std::tuple<Tensor, Tensor> batch_statistics_with_aten(const Tensor& input, const
   return {mean, var};
 }
 
-std::tuple<Tensor, Tensor> normalize_masked_with_aten(const Tensor& input, const OptionalTensor& weight,
-                                                      const OptionalTensor& bias, const Tensor& mean,
-                                                      const Tensor& var, double eps) {
-  Tensor y = normalize(input, weight, bias, mean, var, eps, Activation::kNone);
+TwoTensors NormWithAten::normalize_masked(const Tensor& input, const NormMap& map) {
+  Tensor y = patchconv::normalize(input, map);
   Tensor bits = mask_forward_(y, Mask::kRelu, 0, 0);
   return {std::move(y), std::move(bits)};
 }
 
-Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
-                                        bool training, double eps, int64_t activation, Mask3 mask) {
-  const Tensor g = before_activation(grad, activation, [&](Activation what) {
-    return normalize(input, weight, bias, mean, var, eps, what);
-  });
+Gradients NormWithAten::backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                                 Mask3 mask) {
+  const auto& [weight, bias, mean, var, groups, eps, activation] = map;
+  if (groups > 0) {
+    const Tensor x = laid_out_for_groups(input);
+    const Tensor g = before_activation(grad, x, map);
+    const auto sizes = x.sym_sizes();
+    return at::native_group_norm_backward_symint(g.contiguous(x.suggest_memory_format()), x, mean, var,
+                                                 weight, sizes[0], sizes[1],
+                                                 c10::multiply_integers(sizes.slice(2)), groups, mask);
+  }
+  const Tensor g = before_activation(grad, input, map);
   // Parameters in the dtype of the statistics: with parameters in half precision, stock would want statistics
   // in half precision too.
   const OptionalTensor scale = parameter(weight, mean.scalar_type());
@@ -212,144 +217,95 @@ Gradients batch_norm_backward_with_aten(const Tensor& grad, const Tensor& input,
   return at::native_batch_norm_backward(g, input, scale, mean, var, none, none, false, eps, mask);
 }
 
-std::tuple<Tensor, Tensor> batch_norm_backward_with_aten_(Tensor& grad, const Tensor& input,
-                                                          const OptionalTensor& weight,
-                                                          const OptionalTensor& bias, const Tensor& mean,
-                                                          const Tensor& var, bool training, double eps,
-                                                          bool relu, std::array<bool, 2> mask) {
-  const auto activation = static_cast<int64_t>(relu ? Activation::kRelu : Activation::kNone);
-  auto [grad_input, grad_weight, grad_bias] = batch_norm_backward_with_aten(
-      grad, input, weight, bias, mean, var, training, eps, activation, {true, mask[0], mask[1]});
+TwoTensors NormWithAten::backward_(Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                                   std::array<bool, 2> mask) {
+  auto [grad_input, grad_weight, grad_bias] = backward(grad, input, map, training, {true, mask[0], mask[1]});
   grad.copy_(grad_input);
   return {grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_with_aten(const Tensor& input, const OptionalTensor& weight,
-                                                        const OptionalTensor& bias, int64_t groups,
-                                                        double eps, int64_t activation,
-                                                        std::optional<at::ScalarType> /*statistics*/) {
+ThreeTensors NormWithAten::group_norm(const Tensor& input, const OptionalTensor& weight,
+                                      const OptionalTensor& bias, int64_t groups, double eps,
+                                      int64_t activation, std::optional<at::ScalarType> /*statistics*/) {
   const auto sizes = input.sym_sizes();
   auto [y, mean, rstd] =
       at::native_group_norm_symint(laid_out_for_groups(input), weight, bias, sizes[0], sizes[1],
                                    c10::multiply_integers(sizes.slice(2)), groups, eps);
-  activate_(y, activation);
+  activate_(y, checked_activation(activation));
   return {y, mean, rstd};
-}
-
-Gradients group_norm_backward_with_aten(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
-                                        int64_t groups, double eps, int64_t activation, Mask3 mask) {
-  const Tensor x = laid_out_for_groups(input);
-  const Tensor g = before_activation(grad, activation, [&](Activation what) {
-    return group_norm_again(x, weight, bias, mean, rstd, groups, eps, what);
-  });
-  const auto sizes = x.sym_sizes();
-  return at::native_group_norm_backward_symint(g.contiguous(x.suggest_memory_format()), x, mean, rstd, weight,
-                                               sizes[0], sizes[1], c10::multiply_integers(sizes.slice(2)),
-                                               groups, mask);
 }
 
 // ---------------------------------------------------------------------------------------------------------
 // Through the dispatcher
 
-std::tuple<Tensor, Tensor> batch_statistics(const Tensor& input, const OptionalTensor& running_mean,
-                                            const OptionalTensor& running_var, double momentum) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, double)>(
-          "_batch_statistics");
+namespace {
+
+// What the operators take: parameters by channel in the dtype of the statistics, images in a layout that
+// group norms serve.
+struct Prepared {
+  Prepared(const Tensor& input, const NormMap& map)
+      : input(map.groups > 0 ? laid_out_for_groups(input) : input),
+        weight(map.groups > 0 ? map.weight : parameter(map.weight, map.mean.scalar_type())),
+        bias(map.groups > 0 ? map.bias : parameter(map.bias, map.mean.scalar_type())) {}
+  const Tensor input;
+  const OptionalTensor weight, bias;
+};
+
+}  // namespace
+
+TwoTensors batch_statistics(const Tensor& input, const OptionalTensor& running_mean,
+                            const OptionalTensor& running_var, double momentum) {
+  static const auto op = handle<decltype(NormWithAten::batch_statistics)>("_batch_statistics");
   return op.call(input, running_mean, running_var, momentum);
 }
 
-Tensor normalize(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const Tensor& mean, const Tensor& var, double eps, Activation activation) {
-  static const auto op = handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                       const Tensor&, const Tensor&, double, int64_t)>("_normalize");
-  const auto dtype = mean.scalar_type();
-  return op.call(input, parameter(weight, dtype), parameter(bias, dtype), mean, var, eps,
-                 static_cast<int64_t>(activation));
+Tensor normalize(const Tensor& input, const NormMap& map) {
+  static const auto op = handle<decltype(WithAten::normalize)>("_normalize");
+  const Prepared p(input, map);
+  return op.call(p.input, p.weight, p.bias, map.mean, map.var, map.groups, map.eps,
+                 static_cast<int64_t>(map.activation));
 }
 
-std::tuple<Tensor, Tensor> normalize_masked(const Tensor& input, const OptionalTensor& weight,
-                                            const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
-                                            double eps) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                        const Tensor&, const Tensor&, double)>("_normalize_masked");
-  const auto dtype = mean.scalar_type();
-  return op.call(input, parameter(weight, dtype), parameter(bias, dtype), mean, var, eps);
+TwoTensors normalize_masked(const Tensor& input, const NormMap& map) {
+  static const auto op = handle<decltype(WithAten::normalize_masked)>("_normalize_masked");
+  const Prepared p(input, map);
+  return op.call(p.input, p.weight, p.bias, map.mean, map.var, map.eps);
 }
 
-Gradients batch_norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                              const OptionalTensor& bias, const Tensor& mean, const Tensor& var,
-                              bool training, double eps, Activation activation, Mask3 mask) {
-  static const auto op =
-      handle<Gradients(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const Tensor&, const Tensor&, bool, double, int64_t, Mask3)>("_batch_norm_backward");
-  const auto dtype = mean.scalar_type();
-  return op.call(grad, input, parameter(weight, dtype), parameter(bias, dtype), mean, var, training, eps,
-                 static_cast<int64_t>(activation), mask);
+Gradients norm_backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
+                        Mask3 mask) {
+  static const auto op = handle<decltype(WithAten::backward)>("_norm_backward");
+  const Prepared p(input, map);
+  return op.call(grad, p.input, p.weight, p.bias, map.mean, map.var, map.groups, map.eps,
+                 static_cast<int64_t>(map.activation), training, mask);
 }
 
-std::tuple<Tensor, Tensor> batch_norm_backward_(Tensor grad, const Tensor& input,
-                                                const OptionalTensor& weight, const OptionalTensor& bias,
-                                                const Tensor& mean, const Tensor& var, bool training,
-                                                double eps, bool relu, std::array<bool, 2> mask) {
-  static const auto op = handle<std::tuple<Tensor, Tensor>(
-      Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-      bool, double, bool, std::array<bool, 2>)>("_batch_norm_backward_");
-  const auto dtype = mean.scalar_type();
-  return op.call(grad, input, parameter(weight, dtype), parameter(bias, dtype), mean, var, training, eps,
-                 relu, mask);
+TwoTensors batch_norm_backward_(Tensor grad, const Tensor& input, const NormMap& map, bool training,
+                                std::array<bool, 2> mask) {
+  static const auto op = handle<decltype(WithAten::backward_)>("_batch_norm_backward_");
+  const Prepared p(input, map);
+  return op.call(grad, p.input, p.weight, p.bias, map.mean, map.var, map.eps,
+                 map.activation == Activation::kRelu, training, mask);
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_parts(const Tensor& input, const OptionalTensor& weight,
-                                                    const OptionalTensor& bias, int64_t groups, double eps,
-                                                    Activation activation) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                int64_t, double, int64_t, std::optional<at::ScalarType>)>(
-          "_group_norm");
+ThreeTensors group_norm_parts(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                              int64_t groups, double eps, Activation activation) {
+  static const auto op = handle<decltype(NormWithAten::group_norm)>("_group_norm");
   const auto statistics = by_native_kernels(input) ? std::optional(at::kFloat) : std::nullopt;
   return op.call(laid_out_for_groups(input), weight, bias, groups, eps, static_cast<int64_t>(activation),
                  statistics);
 }
 
-Tensor group_norm_again(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                        const Tensor& mean, const Tensor& rstd, int64_t groups, double eps,
-                        Activation activation) {
-  static const auto op =
-      handle<Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                    int64_t, double, int64_t)>("_group_norm_again");
-  return op.call(laid_out_for_groups(input), weight, bias, mean, rstd, groups, eps,
-                 static_cast<int64_t>(activation));
-}
-
-Gradients group_norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
-                              const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd,
-                              int64_t groups, double eps, Activation activation, Mask3 mask) {
-  static const auto op =
-      handle<Gradients(const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const Tensor&, const Tensor&, int64_t, double, int64_t, Mask3)>(
-          "_group_norm_backward");
-  return op.call(grad, laid_out_for_groups(input), weight, bias, mean, rstd, groups, eps,
-                 static_cast<int64_t>(activation), mask);
-}
-
-std::tuple<Tensor, Tensor, Tensor> layer_norm_parts(const Tensor& input, c10::SymIntArrayRef shape,
-                                                    const OptionalTensor& weight, const OptionalTensor& bias,
-                                                    double eps) {
-  static const auto op =
-      handle<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                                                const OptionalTensor&, double)>("_layer_norm");
+ThreeTensors layer_norm_parts(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                              const OptionalTensor& bias, double eps) {
+  static const auto op = handle<decltype(layer_norm_parts)>("_layer_norm");
   return op.call(input, shape, weight, bias, eps);
 }
 
 Gradients layer_norm_backward(const Tensor& grad, const Tensor& input, c10::SymIntArrayRef shape,
                               const Tensor& mean, const Tensor& rstd, const OptionalTensor& weight,
                               const OptionalTensor& bias, Mask3 mask) {
-  static const auto op =
-      handle<Gradients(const Tensor&, const Tensor&, c10::SymIntArrayRef, const Tensor&, const Tensor&,
-                       const OptionalTensor&, const OptionalTensor&, Mask3)>("_layer_norm_backward");
+  static const auto op = handle<decltype(layer_norm_backward)>("_layer_norm_backward");
   return op.call(grad, input, shape, mean, rstd, weight, bias, mask);
 }
 

@@ -296,9 +296,11 @@ def _plan_of(
 
 
 def _entries(a: dict[str, Any], dims: int) -> list[list[int]]:
-    """Stride, padding, dilation and output_padding, one number for each dimension."""
+    """Stride, padding, dilation and output_padding, one number for each dimension (padding: or before and after)."""
     given = [a[key] or 0 for key in ("stride", "padding", "dilation", "output_padding")]
     lists = [[value] if isinstance(value, int) else list(value) for value in given]
+    if a["transposed"] and len(lists[1]) > dims:
+        lists[1] = lists[1][::2]  # which is as much before as after
     return [value * dims if len(value) == 1 else value for value in lists]
 
 

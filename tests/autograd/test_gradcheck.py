@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checks import operator, oracle
 from support.configurations import Configuration, build, plain
+from support.conv_calls import backward_arguments
 from support.pairs import pairwise
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -93,17 +94,17 @@ def test_third_derivative(device, transposed):
 @BOTH
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (False, True, False), (False, False, True)])
 def test_backward_operator_by_itself(device, transposed, mask):
-    """The backward operators are differentiable operators of their own, with any mask."""
+    """The backward operator is a differentiable operator of its own, with any mask."""
     c = small(transposed=transposed, bias=False)
     tensors = build(c, device)
     x, w = tensors.input, tensors.weight
     y = operator(c)(x, w, None).detach()
     grad = torch.randn_like(y).requires_grad_()
-    native = getattr(torch.ops.patchconv, f"{c.operator}_backward")
-    middle = [c.output_padding, c.groups, c.dilation] if transposed else [c.dilation, c.groups]
+    more = c.arguments() | {"transposed": transposed, "splits": c.splits}
 
     def call(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = native(grad, x, w, x.shape, w.shape, c.stride, c.padding, *middle, splits=c.splits, output_mask=mask)
+        given = backward_arguments(grad, x, w, x.shape, w.shape, mask, **more)
+        found = torch.ops.patchconv._convolution_backward(*given)
         return tuple(f for f, wanted in zip(found, mask, strict=True) if wanted)
 
     assert gradcheck(call, (grad, x, w))

@@ -62,10 +62,10 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, last: bool)
         stats = mean.to(opmath), var.to(opmath)
         if inplace:
             got_x = grad.clone(memory_format=torch.preserve_format)
-            sums = ops._batch_norm_backward_(got_x, x, w, b, *stats, training, 1e-5, relu, [affine, affine])
+            sums = ops._batch_norm_backward_(got_x, x, w, b, *stats, 1e-5, relu, training, [affine, affine])
         else:
             mask = [True, affine, affine]
-            got_x, *sums = ops._batch_norm_backward(grad, x, w, b, *stats, training, 1e-5, int(relu), mask)
+            got_x, *sums = ops._norm_backward(grad, x, w, b, *stats, 0, 1e-5, int(relu), training, mask)
         got = [got_x, *(s for s in sums if s is not None)] if affine else [got_x]
         assert got_x.stride() == x.stride()
         tolerance = {torch.float64: 1e-12, torch.float32: 3e-6}.get(dtype, 1e-2 if dtype == torch.bfloat16 else 2e-3)
@@ -79,7 +79,7 @@ def test_large_means_cost_no_digits() -> None:
     x, grad = torch.randn(4, 8, 32, 32) + 1000, torch.randn(4, 8, 32, 32)
     mean, var = x.double().mean((0, 2, 3)), x.double().var((0, 2, 3), unbiased=False)
     mask = [True, False, False]
-    got, *_ = ops._batch_norm_backward(grad, x, None, None, mean.float(), var.float(), True, 1e-5, 0, mask)
+    got, *_ = ops._norm_backward(grad, x, None, None, mean.float(), var.float(), 0, 1e-5, 0, True, mask)
     want = reference(grad, x, None, None, False, True, mean, var)[0]
     assert (got.double() - want).abs().max() < 1e-4
 

@@ -329,8 +329,8 @@ def probe(device: str, height: int, width: int, channels: int) -> list[str]:
             rows = x[0].view(channels, -1)
             mean, var = moments(rows)
             m, v = ops._batch_statistics(x, None, None, 0.1)
-            y = ops._normalize(x, w, b, m, v, EPS, 1)
-            back, *sums = ops._batch_norm_backward(x, x, w, b, m, v, True, EPS, 1, [True] * 3)
+            y = ops._normalize(x, w, b, m, v, 0, EPS, 1)
+            back, *sums = ops._norm_backward(x, x, w, b, m, v, 0, EPS, 1, True, [True] * 3)
             # In float64: what the mask of y lets through, and its sums.
             deviation = (var + EPS).sqrt()[:, None]
             totals = torch.zeros(2, channels, dtype=torch.float64, device=device)
@@ -375,7 +375,7 @@ def test_the_probe_of_large_tensors_notices_mistakes(monkeypatch: pytest.MonkeyP
 
     assert wrong("_add_mask_forward", lambda r: (r[0].roll(1), r[1])) == ["sum"] * 2
     assert "output of channel 4" in wrong("_normalize", one_place_wrong)
-    assert wrong("_batch_norm_backward", lambda r: (one_place_wrong(r[0]), *r[1:])) == ["gradient of channel 4"] * 4
+    assert wrong("_norm_backward", lambda r: (one_place_wrong(r[0]), *r[1:])) == ["gradient of channel 4"] * 4
     assert "sums over channels, channels_last" in wrong("_batch_statistics", lambda r: (r[0], r[1] * 1.0001))
 
 

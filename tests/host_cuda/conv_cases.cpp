@@ -55,36 +55,25 @@ struct Problem {
             {stride(2), stride(3), stride(4)}};
   }
 
-  // Everything but the lines.
-  ConvSums sums() const {
-    const bool to_big = pass() == 1;
-    ConvSums call;
+  // Everything but the lines of sums.
+  ConvCall call() const {
+    const bool to_big = pass() == 1, products = pass() == 2;
+    ConvCall call;
     call.mode = to_big ? PaddingMode::kZeros : mode();
     call.images = c.integer(2);
     call.groups = groups();
     call.sources = to_big ? small_channels() : big_channels();
     call.outputs = to_big ? big_channels() : small_channels();
     call.source = tensor(to_big ? kSmall : kBig);
-    call.source.bits = c.buffer<const uint8_t>(kBitsRead);
     call.target = tensor(to_big ? kBig : kSmall);
+    (products ? call.target : call.source).bits = c.buffer<const uint8_t>(kBitsRead);
     call.weight = weight(to_big);
-    call.epilogue = {c.buffer(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
-                     c.buffer<uint8_t>(kBitsWritten)};
-    return call;
-  }
-
-  ConvProducts products() const {
-    ConvProducts call;
-    for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims[d]);
-    call.mode = mode();
-    call.images = c.integer(2);
-    call.groups = groups();
-    call.sources = big_channels();
-    call.outputs = small_channels();
-    call.big = tensor(kBig);
-    call.small = tensor(kSmall);
-    call.small.bits = c.buffer<const uint8_t>(kBitsRead);
-    call.weight = weight(false);
+    if (products) {
+      for (int d = 0; d < 3; ++d) call.lines[d] = small_line(dims[d]);
+    } else {
+      call.epilogue = {c.buffer(kScale), c.buffer(kBias), c.buffer(kResidual), c.integer(7) != 0,
+                       c.buffer<uint8_t>(kBitsWritten)};
+    }
     return call;
   }
 
@@ -99,7 +88,7 @@ struct Problem {
         lines[d] = {small_line(dims[d])};
       }
     }
-    ConvSums call = sums();
+    ConvCall call = this->call();
     for (const ConvLine& z : lines[0]) {
       for (const ConvLine& y : lines[1]) {
         for (const ConvLine& x : lines[2]) {
@@ -118,18 +107,17 @@ void check_served(bool served) {
 
 void plain(const Case& c) {
   const Problem problem(c);
-  if (problem.pass() == 2) return launch_conv_plain_weight(c.type, problem.products(), nullptr);
+  if (problem.pass() == 2) return launch_conv_plain_weight(c.type, problem.call(), nullptr);
   if (problem.pass() == 1 && problem.mode() != PaddingMode::kZeros) {
-    ConvGather call{{problem.dims[0], problem.dims[1], problem.dims[2]}, problem.mode(), problem.sums()};
-    return launch_conv_plain_gather(c.type, call, nullptr);
+    return launch_conv_plain_gather(c.type, problem.dims, problem.mode(), problem.call(), nullptr);
   }
-  problem.each_line([&](const auto&, const ConvSums& call) { launch_conv_plain(c.type, call, nullptr); });
+  problem.each_line([&](const auto&, const ConvCall& call) { launch_conv_plain(c.type, call, nullptr); });
 }
 
 void tiles(const Case& c) {
   const Problem problem(c);
   std::vector<char> packed;
-  problem.each_line([&](const auto& whole, ConvSums call) {
+  problem.each_line([&](const auto& whole, ConvCall call) {
     const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, kSharedLimit);
     check_served(plan.buffers > 0);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
@@ -147,13 +135,13 @@ void tiles(const Case& c) {
 void depthwise(const Case& c) {
   const Problem problem(c);
   if (problem.pass() == 2) {
-    const ConvProducts call = problem.products();
+    const ConvCall call = problem.call();
     const int64_t floats = conv_depthwise_weight_workspace(c.type, call, c.integer(8));
     check_served(floats >= 0);
     const Floats workspace(floats, c);
     return launch_conv_depthwise_weight(c.type, call, c.integer(8), workspace.data, nullptr);
   }
-  problem.each_line([&](const auto&, const ConvSums& call) {
+  problem.each_line([&](const auto&, const ConvCall& call) {
     check_served(conv_depthwise_serves(c.type, call, kSharedLimit));
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/true));
     launch_conv_depthwise(c.type, call, nullptr);
@@ -162,7 +150,7 @@ void depthwise(const Case& c) {
 
 void stem(const Case& c) {
   const Problem problem(c);
-  problem.each_line([&](const auto&, const ConvSums& call) {
+  problem.each_line([&](const auto&, const ConvCall& call) {
     check_served(conv_stem_serves(c.type, call, kSharedLimit));
     const int64_t elements = conv_stem_packed_elements(c.type, call);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
@@ -175,8 +163,8 @@ void stem(const Case& c) {
 // write theirs.
 void weight(const Case& c) {
   const Problem problem(c);
-  ConvProducts call = problem.products();
-  call.big.bits = c.buffer<const uint8_t>(kBitsWritten);
+  ConvCall call = problem.call();
+  call.source.bits = c.buffer<const uint8_t>(kBitsWritten);
   const ConvWeightPlan plan =
       plan_conv_weight(c.type, problem.strict(), call, kMultiprocessors, c.integer(8));
   if (plan.parts == 0) return;
@@ -187,12 +175,12 @@ void weight(const Case& c) {
 // Sums over the small grid, written to the bias.
 void channel_sums(const Case& c) {
   const Problem problem(c);
-  const ConvProducts products = problem.products();
+  const ConvCall products = problem.call();
   ConvChannelSums call;
   call.images = products.images;
   for (int d = 0; d < 3; ++d) call.sizes[d] = products.lines[d].count;
   call.channels = products.groups * products.outputs;
-  call.source = products.small;
+  call.source = products.target;
   call.target = c.buffer(kBias);
   const Floats workspace(conv_channel_sums_workspace(c.type, call), c);
   launch_conv_channel_sums(c.type, call, workspace.data, nullptr);

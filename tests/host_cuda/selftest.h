@@ -10,8 +10,7 @@ namespace host_cuda {
 // y[b]: the sum of the whole numbers x[96 * b] to x[96 * b + 95].
 void launch_sum(const float* x, float* y, int64_t blocks);
 
-// y[3 t + i], for thread t: the ballot of whether x[t] is positive (i = 0), the lanes with the same x (1),
-// and lane 5's x (2).
+// y[t], for thread t of a warp: the ballot of whether its x is positive.
 void launch_votes(const float* x, float* y);
 
 // c (16 x 8) = a (16 x k) b (k x 8), row-major, by one warp: through shared memory, with asynchronous copies

@@ -86,16 +86,16 @@ _SUMS = "norm_sums_ finish_sums_kernel norm_gradient_"
 # A frozen norm scales its gradient by stock's product, with numbers a channel that stock makes too.
 _SCALED = r"^(?!.*(batch_norm|threshold|clamp)).*elementwise"
 _BATCH = {"wanted": _ALL, "kernels": ("moments_ finish_moments_kernel norm_map_", _SUMS),
-          "pieces": ("_batch_statistics _normalize", "_batch_norm_backward")}  # fmt: skip
+          "pieces": ("_batch_statistics _normalize", "_norm_backward")}  # fmt: skip
 # Parameters in half precision are turned to float32 and their gradients back, by stock's copies.
 _CAST = r"^(?!.*(GroupNorm|group_norm|silu|sigmoid)).*elementwise"
 _GROUP = {
     "wanted": ("x", "group_weight", "group_bias"),
-    "pieces": ("_group_norm", "_group_norm_backward"),
+    "pieces": ("_group_norm", "_norm_backward"),
     "kernels": (_BATCH["kernels"][0], f"{_SUMS} parameter_sums_kernel group_sums_kernel"),
     "beside": (_CAST, _CAST),
 }
-_EVAL = {"wanted": _ALL, "pieces": ("_normalize", "_batch_norm_backward"), "kernels": ("norm_map_", _SUMS)}
+_EVAL = {"wanted": _ALL, "pieces": ("_normalize", "_norm_backward"), "kernels": ("norm_map_", _SUMS)}
 
 OPERATORS: dict[str, Operator] = {
     "relu": Operator(lambda a: lf.relu(a.x), **_MASK),

@@ -7,15 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
+Ints = int | Sequence[int]
+
 
 def numbers(
-    dims: int, stride: int = 1, padding: int = 0, dilation: int = 1, output_padding: int = 0, groups: int = 1,
-    transposed: bool = False, padding_mode: str = "zeros", splits: Sequence[int] = (),
+    dims: int, stride: Ints = 1, padding: Ints = 0, dilation: Ints = 1, output_padding: Ints = 0, groups: int = 1,
+    transposed: bool = False, padding_mode: str = "zeros", splits: Sequence[int] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What follows the tensors of `_convolution`."""
-    more = [output_padding] * dims if transposed else []
-    lists = ([stride] * dims, [padding] * 2 * dims, [dilation] * dims, more, list(splits))
-    return (*lists, groups, transposed, padding_mode)
+
+    def each(value: Ints) -> list[int]:
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    pads = [pad for pad in each(padding) for _ in range(2)]
+    more = each(output_padding) if transposed else []
+    return each(stride), pads, each(dilation), more, list(splits or []), groups, transposed, padding_mode
 
 
 def backward_arguments(

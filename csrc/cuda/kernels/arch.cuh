@@ -39,14 +39,8 @@ template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
 }
-
-template <typename T>
-PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
-  return __shfl_sync(0xffffffffu, value, lane);
-}
-// One bit per lane: the lanes that vote true; the lanes with the same value.
+// One bit per lane: the lanes that vote true.
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) { return __ballot_sync(0xffffffffu, vote); }
-PATCHCONV_DEVICE uint32_t match_any(uint32_t value) { return __match_any_sync(0xffffffffu, value); }
 
 // ---------------------------------------------------------------------------------------------------------
 // Asynchronous copies of 16 bytes to shared memory. Bytes beyond `filled` become zeros. A copy is complete

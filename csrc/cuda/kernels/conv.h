@@ -41,9 +41,12 @@ struct ConvEpilogue {
   uint8_t* bits = nullptr;  // in the result's memory order: what ReLU passes; see conv_writes_bits()
 };
 
-// target = sums over the taps of three lines and the channels of a group. Channels of the target are numbered
-// group * outputs + output, those of the source group * sources + source.
-struct ConvSums {
+// What a kernel is given of a convolution. Most kernels compute target = sums over the taps of three lines
+// and the channels of a group; those of the weight's gradient compute
+// weight[output, source, tap] = sum over images and positions of target * source, with the lines of
+// small_line(). Channels of the target are numbered group * outputs + output, those of the source
+// group * sources + source.
+struct ConvCall {
   ConvLine lines[3];
   PaddingMode mode = PaddingMode::kZeros;  // of the source
   int64_t images = 0;
@@ -51,41 +54,21 @@ struct ConvSums {
   int sources = 0;  // channels per group
   int outputs = 0;
   ConvTensor source;
-  ConvWeight weight;
   ConvTensor target;
-  ConvEpilogue epilogue;
-};
-
-// The gradient of a source that was padded with its own values: each element gathers from every position
-// where padding repeats it. The `lines` of ConvSums are not read; the source is the small grid, the target
-// the big one.
-struct ConvGather {
-  ConvDim dims[3];
-  PaddingMode mode = PaddingMode::kReflect;
-  ConvSums sums;
-};
-
-// The weight's gradient: weight[output, source, tap] = sum over images and positions of small * big. The
-// lines are those of small_line().
-struct ConvProducts {
-  ConvLine lines[3];
-  PaddingMode mode = PaddingMode::kZeros;  // of the big grid
-  int64_t images = 0;
-  int groups = 1;
-  int sources = 0;  // channels per group of the big grid
-  int outputs = 0;  // channels per group of the small one
-  ConvTensor big;
-  ConvTensor small;
-  ConvWeight weight;  // written
+  ConvWeight weight;
+  ConvEpilogue epilogue;  // of sums
 };
 
 // ---------------------------------------------------------------------------------------------------------
 // Plain kernels: one thread per result, any arguments. The reference on the device, and used where no other
 // kernel serves.
 
-void launch_conv_plain(Type type, const ConvSums& call, Stream stream);
-void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream);
-void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream);
+void launch_conv_plain(Type type, const ConvCall& call, Stream stream);
+// The gradient of a source that was padded with its own values, from the small grid to the big one: each
+// element gathers from every position where padding repeats it. The call's lines are not read.
+void launch_conv_plain_gather(Type type, const ConvDim (&dims)[3], PaddingMode mode, const ConvCall& call,
+                              Stream stream);
+void launch_conv_plain_weight(Type type, const ConvCall& call, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // The halo kernel: a tile of the source with its halo lies in shared memory for all taps of a group of rows;
@@ -107,21 +90,21 @@ struct ConvTilePlan {
 ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
                              int shared_limit);
 
-bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call);
+bool conv_tiles_grid_fits(Type type, bool strict, const ConvCall& call);
 
 // Whether that kernel can read the weight as it is stored. If not, it needs a copy, (group, tap, output,
 // source) with the sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
-bool conv_reads_weight(Type type, const ConvSums& call);
-int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel);
+bool conv_reads_weight(Type type, const ConvCall& call);
+int64_t conv_packed_elements(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel);
 // Writes the copy and returns how it is read.
-ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel,
+ConvWeight launch_conv_pack(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel,
                             void* packed, Stream stream);
 
-void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call, Stream stream);
+void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call, Stream stream);
 
 // Whether kernels can write the epilogue's bits to a dense target: each byte of them must belong to one
 // thread. A thread of the depthwise kernel takes channels of several groups.
-bool conv_writes_bits(const ConvSums& call, bool depthwise);
+bool conv_writes_bits(const ConvCall& call, bool depthwise);
 
 // ---------------------------------------------------------------------------------------------------------
 // The weight's gradient by tensor cores. Each block sums a part of the images; the parts are added in order,
@@ -146,9 +129,9 @@ struct ConvWeightPlan {
 };
 // `workspace_limit` is in bytes; one part is used in any case. Depends on types, sizes and limits alone, not
 // on strides and addresses.
-ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
+ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvCall& call, int multiprocessors,
                                 int64_t workspace_limit);
-void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
+void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvCall& call,
                         float* workspace, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
@@ -167,20 +150,20 @@ void launch_conv_channel_sums(Type type, const ConvChannelSums& call, float* wor
 // ---------------------------------------------------------------------------------------------------------
 // Depthwise: one source channel per group.
 
-bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit);
-void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream);
+bool conv_depthwise_serves(Type type, const ConvCall& call, int shared_limit);
+void launch_conv_depthwise(Type type, const ConvCall& call, Stream stream);
 // Its weight's gradient. The workspace is in floats and within `limit` bytes, unless a single part takes
 // more; -1 if not served. Both depend on sizes alone, not on strides and addresses.
-int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit);
-void launch_conv_depthwise_weight(Type type, const ConvProducts& call, int64_t limit, float* workspace,
+int64_t conv_depthwise_weight_workspace(Type type, const ConvCall& call, int64_t limit);
+void launch_conv_depthwise_weight(Type type, const ConvCall& call, int64_t limit, float* workspace,
                                   Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // First layers: up to 4 source channels, one group. The taps of a kernel row form one inner dimension.
 
-bool conv_stem_serves(Type type, const ConvSums& call, int shared_limit);
-int64_t conv_stem_packed_elements(Type type, const ConvSums& call);
-void launch_conv_stem(Type type, bool strict, const ConvSums& call, void* packed, Stream stream);
+bool conv_stem_serves(Type type, const ConvCall& call, int shared_limit);
+int64_t conv_stem_packed_elements(Type type, const ConvCall& call);
+void launch_conv_stem(Type type, bool strict, const ConvCall& call, void* packed, Stream stream);
 
 // ---------------------------------------------------------------------------------------------------------
 // A box of a tensor, copied into all of another one. In one of them channels are contiguous, in the other

@@ -43,7 +43,7 @@ struct Work {
 
 // From the block's number: blocks that follow each other are neighbours in memory.
 template <bool kTogether>
-PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tile& tile) {
+PATCHCONV_DEVICE Work work_of(const ConvCall& call, const Tile& tile) {
   auto rest = static_cast<uint32_t>(block_x());
   const auto next = [&](int64_t count, int log2) {
     const auto blocks = static_cast<uint32_t>(blocks_of(count, log2));
@@ -67,7 +67,7 @@ PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tile& tile) {
 
 // The taps of a plane of the kernel: [column][row][channel].
 template <typename T>
-PATCHCONV_DEVICE void load_weights(float* to, const ConvSums& call, const HaloTile& tile, int plane_tap,
+PATCHCONV_DEVICE void load_weights(float* to, const ConvCall& call, const HaloTile& tile, int plane_tap,
                                    int channel, int threads) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   for (int i = thread_index(); i < (y.taps * x.taps) << tile.channels_log2; i += threads) {
@@ -84,7 +84,7 @@ PATCHCONV_DEVICE void load_weights(float* to, const ConvSums& call, const HaloTi
 
 // Budget: 112 registers, 101376 bytes of shared memory.
 template <typename T, bool kTogether>
-__global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(ConvSums call, Tile tile) {
+__global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(ConvCall call, Tile tile) {
   constexpr int kMine = kCount<T, kTogether>, kDown = kRows<kTogether>;
   using Piece = Vec<T, kMine>;
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2) conv_depthwise_kernel(Co
 // Threads take pieces of channels, columns and groups of rows, a power of two of each: as many as there are,
 // or fewer if their tile would leave no room for other blocks.
 template <typename T, bool kTogether>
-Tile plan(const ConvSums& call, bool whole) {
+Tile plan(const ConvCall& call, bool whole) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const int channels = call.groups * call.outputs;
   constexpr int kLeast = kTogether ? log2_up(8 / kCount<T, kTogether>) : 0;  // a byte of a mask
@@ -232,18 +232,18 @@ Tile plan(const ConvSums& call, bool whole) {
 
 // Whether the source can be copied in pieces of 16 bytes.
 template <typename T, bool kTogether>
-bool source_in_pieces(const ConvSums& call) {
+bool source_in_pieces(const ConvCall& call) {
   return in_pieces<T>(call.source, kTogether, call.groups * call.outputs, call.lines[2].source) &&
          (!kTogether || call.outputs == 1);
 }
 
-bool together(const ConvSums& call) {
+bool together(const ConvCall& call) {
   return call.target.channel == 1 && int64_t{call.groups} * call.outputs > 1;
 }
 
 // Calls use(T(), whether channels are contiguous).
 template <typename Use>
-void with_kernel(Type type, const ConvSums& call, Use use) {
+void with_kernel(Type type, const ConvCall& call, Use use) {
   with_type(type, [&](auto t) {
     if (together(call)) return use(t, std::true_type());
     use(t, std::false_type());
@@ -252,7 +252,7 @@ void with_kernel(Type type, const ConvSums& call, Use use) {
 
 }  // namespace
 
-bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit) {
+bool conv_depthwise_serves(Type type, const ConvCall& call, int shared_limit) {
   if (type == Type::kDouble || call.sources != 1) return false;
   bool fits = true;  // in either layout, in pieces or not: the answer must hold for any strides
   with_type(type, [&](auto t) {
@@ -265,7 +265,7 @@ bool conv_depthwise_serves(Type type, const ConvSums& call, int shared_limit) {
   return fits;
 }
 
-void launch_conv_depthwise(Type type, const ConvSums& call, Stream stream) {
+void launch_conv_depthwise(Type type, const ConvCall& call, Stream stream) {
   with_kernel(type, call, [&](auto t, auto together) {
     using T = decltype(t);
     constexpr bool kTogether = decltype(together)::value;

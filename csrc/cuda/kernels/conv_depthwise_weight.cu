@@ -33,7 +33,7 @@ struct Tile {
   constexpr int pieces_log2() const { return kWarpLog2 - columns_log2; }
 };
 
-int64_t taps_of(const ConvProducts& call) {
+int64_t taps_of(const ConvCall& call) {
   return int64_t{call.lines[0].taps} * call.lines[1].taps * call.lines[2].taps;
 }
 
@@ -47,7 +47,7 @@ PATCHCONV_DEVICE ConvLine grid_of(const ConvLine& line) {
 // Budget: 112 registers, 101376 bytes of shared memory.
 template <typename T, bool kTogether>
 __global__ void __launch_bounds__(kDepthwiseThreads, 2)
-    conv_depthwise_weight_kernel(ConvProducts call, Tile tile, float* workspace) {
+    conv_depthwise_weight_kernel(ConvCall call, Tile tile, float* workspace) {
   constexpr int kMine = kCount<T, kTogether>;
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   const HaloTile &big = tile.big, &small = tile.small;
@@ -87,13 +87,13 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
     const int64_t plane = next(z.count), image = rest;
     const int64_t iz = source_index(call.mode, z.coordinate(plane, t), z.source);
     if (iz < 0) continue;
-    const HaloPlace big_place{image * call.big.image + iz * call.big.place[0], y.coordinate(q, 0),
+    const HaloPlace big_place{image * call.source.image + iz * call.source.place[0], y.coordinate(q, 0),
                               x.coordinate(p, 0)};
-    const HaloPlace small_place{image * call.small.image + plane * call.small.place[0], q, p};
+    const HaloPlace small_place{image * call.target.image + plane * call.target.place[0], q, p};
     block_barrier();  // the values of the last tile have been used
-    load_tile<T, kTogether>(bigs, big, big_place, call.big, call.mode, y, x, channel, channels, call.outputs,
-                            threads);
-    load_tile<T, kTogether>(smalls, small, small_place, call.small, PaddingMode::kZeros, grid_of(y),
+    load_tile<T, kTogether>(bigs, big, big_place, call.source, call.mode, y, x, channel, channels,
+                            call.outputs, threads);
+    load_tile<T, kTogether>(smalls, small, small_place, call.target, PaddingMode::kZeros, grid_of(y),
                             grid_of(x), channel, channels, 1, threads);
     commit_copies();
     wait_for_copies<0>();
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 2)
 // Budget: 48 registers, 0 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kDepthwiseThreads)
-    add_weight_parts_kernel(ConvProducts call, int64_t parts, const float* workspace) {
+    add_weight_parts_kernel(ConvCall call, int64_t parts, const float* workspace) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const int64_t taps = int64_t{call.lines[0].taps} * y.taps * x.taps;
   const int64_t number = block_x() * kMostWarps + thread_index() / kWarp;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads)
 }
 
 template <typename T, bool kTogether>
-Tile plan(const ConvProducts& call, bool big_whole, bool small_whole, int64_t limit) {
+Tile plan(const ConvCall& call, bool big_whole, bool small_whole, int64_t limit) {
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   const int channels = call.groups * call.outputs;
   Tile tile;
@@ -182,9 +182,9 @@ Tile plan(const ConvProducts& call, bool big_whole, bool small_whole, int64_t li
 
 // Calls use(T(), whether channels are contiguous).
 template <typename Use>
-void with_kernel(Type type, const ConvProducts& call, Use use) {
+void with_kernel(Type type, const ConvCall& call, Use use) {
   with_type(type, [&](auto t) {
-    if (call.big.channel == 1 && call.small.channel == 1 && int64_t{call.groups} * call.outputs > 1) {
+    if (call.source.channel == 1 && call.target.channel == 1 && int64_t{call.groups} * call.outputs > 1) {
       return use(t, std::true_type());
     }
     use(t, std::false_type());
@@ -193,7 +193,7 @@ void with_kernel(Type type, const ConvProducts& call, Use use) {
 
 }  // namespace
 
-int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int64_t limit) {
+int64_t conv_depthwise_weight_workspace(Type type, const ConvCall& call, int64_t limit) {
   if (type == Type::kDouble || call.sources != 1) return -1;
   int64_t parts = 0;  // the most over all layouts, in pieces or not
   bool fits = true;
@@ -210,15 +210,15 @@ int64_t conv_depthwise_weight_workspace(Type type, const ConvProducts& call, int
   return fits ? call.groups * call.outputs * taps_of(call) * parts : -1;
 }
 
-void launch_conv_depthwise_weight(Type type, const ConvProducts& call, int64_t limit, float* workspace,
+void launch_conv_depthwise_weight(Type type, const ConvCall& call, int64_t limit, float* workspace,
                                   Stream stream) {
   with_kernel(type, call, [&](auto t, auto together) {
     using T = decltype(t);
     constexpr bool kTogether = decltype(together)::value;
     const int channels = call.groups * call.outputs;
     const bool big_whole = (!kTogether || call.outputs == 1) &&
-                           in_pieces<T>(call.big, kTogether, channels, call.lines[2].source);
-    const bool small_whole = in_pieces<T>(call.small, kTogether, channels, call.lines[2].count);
+                           in_pieces<T>(call.source, kTogether, channels, call.lines[2].source);
+    const bool small_whole = in_pieces<T>(call.target, kTogether, channels, call.lines[2].count);
     const Tile tile = plan<T, kTogether>(call, big_whole, small_whole, limit);
     launch(conv_depthwise_weight_kernel<T, kTogether>,
            {int64_t{tile.chunks} * tile.slices * call.lines[0].taps * tile.parts}, tile.warps * kWarp,

@@ -34,7 +34,7 @@ PATCHCONV_DEVICE int source_of(PaddingMode mode, const ConvLine& line, int coord
 }
 
 // Offset of a position's channel `channel`, counted from the halo's base; negative for zeros.
-PATCHCONV_DEVICE int64_t halo_offset(const ConvSums& call, const Halo& halo, int y, int x, int channel) {
+PATCHCONV_DEVICE int64_t halo_offset(const ConvCall& call, const Halo& halo, int y, int x, int channel) {
   const int iy = source_of(call.mode, call.lines[1], halo.row + y);
   const int ix = source_of(call.mode, call.lines[2], halo.column + x);
   if (iy < 0 || ix < 0 || channel >= halo.channels) return -1;

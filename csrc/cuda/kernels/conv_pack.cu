@@ -41,11 +41,11 @@ int padded(Type type, int sources) {
 
 }  // namespace
 
-int64_t conv_packed_elements(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel) {
+int64_t conv_packed_elements(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel) {
   return int64_t{call.groups} * kernel[0] * kernel[1] * kernel[2] * call.outputs * padded(type, call.sources);
 }
 
-ConvWeight launch_conv_pack(Type type, const ConvSums& call, const std::array<int64_t, 3>& kernel,
+ConvWeight launch_conv_pack(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel,
                             void* packed, Stream stream) {
   const Packed form{{call.groups, kernel[0], kernel[1], kernel[2], call.outputs},
                     call.sources,

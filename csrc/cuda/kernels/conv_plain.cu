@@ -58,7 +58,7 @@ PATCHCONV_DEVICE int64_t offset_of(const ConvTensor& tensor, int64_t image, int6
 }
 
 template <typename T>
-PATCHCONV_DEVICE void store(const ConvSums& call, const Place& place, const int64_t (&at)[3], Sum<T> sum) {
+PATCHCONV_DEVICE void store(const ConvCall& call, const Place& place, const int64_t (&at)[3], Sum<T> sum) {
   int64_t offset = offset_of(call.target, place.image, place.channel);
 #pragma unroll
   for (int d = 0; d < 3; ++d) offset += at[d] * call.target.place[d];
@@ -68,7 +68,7 @@ PATCHCONV_DEVICE void store(const ConvSums& call, const Place& place, const int6
 
 // Budget: 96 registers, 0 bytes of shared memory.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) conv_plain_kernel(ConvSums call, int64_t total) {
+__global__ void __launch_bounds__(kThreads, 2) conv_plain_kernel(ConvCall call, int64_t total) {
   const int64_t index = block_x() * kThreads + thread_index();
   if (index >= total) return;
   const int64_t counts[3] = {call.lines[0].count, call.lines[1].count, call.lines[2].count};
@@ -136,12 +136,18 @@ PATCHCONV_DEVICE void each_meeting(const ConvDim& dim, int64_t q, Use use) {
   }
 }
 
+struct Gather {
+  ConvDim dims[3];
+  PaddingMode mode;
+  ConvCall sums;
+};
+
 // Budget: 152 registers, 0 bytes of shared memory.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) conv_gather_kernel(ConvGather call, int64_t total) {
+__global__ void __launch_bounds__(kThreads, 1) conv_gather_kernel(Gather call, int64_t total) {
   const int64_t index = block_x() * kThreads + thread_index();
   if (index >= total) return;
-  const ConvSums& sums = call.sums;
+  const ConvCall& sums = call.sums;
   const int64_t counts[3] = {call.dims[0].big, call.dims[1].big, call.dims[2].big};
   const Place place = place_of(index, sums.groups * sums.outputs, sums.target.channel == 1, counts);
   const int group = place.channel / sums.outputs;
@@ -185,7 +191,7 @@ PATCHCONV_DEVICE double block_sum(double mine, double* room) {
 // One block per element of the weight: its warps take rows, their lanes the columns.
 // Budget: 112 registers, 64 bytes of shared memory.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) conv_plain_weight_kernel(ConvProducts call) {
+__global__ void __launch_bounds__(kThreads, 2) conv_plain_weight_kernel(ConvCall call) {
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   int64_t rest = block_x();
   const int s = static_cast<int>(rest % x.taps);
@@ -203,14 +209,15 @@ __global__ void __launch_bounds__(kThreads, 2) conv_plain_weight_kernel(ConvProd
     const int64_t iz = source_index(call.mode, z.coordinate(o, t), z.source);
     const int64_t iy = source_index(call.mode, y.coordinate(p, r), y.source);
     if (iz < 0 || iy < 0) continue;
-    const int64_t big = offset_of(call.big, n, int64_t{group} * call.sources + c) + iz * call.big.place[0] +
-                        iy * call.big.place[1];
-    const int64_t small = offset_of(call.small, n, k) + o * call.small.place[0] + p * call.small.place[1];
+    const int64_t big = offset_of(call.source, n, int64_t{group} * call.sources + c) +
+                        iz * call.source.place[0] + iy * call.source.place[1];
+    const int64_t small = offset_of(call.target, n, k) + o * call.target.place[0] + p * call.target.place[1];
     for (int64_t q = lane_index(); q < x.count; q += kWarp) {
       const int64_t ix = source_index(call.mode, x.coordinate(q, s), x.source);
       if (ix < 0) continue;
-      sum = multiply_add(static_cast<double>(value_at<T>(call.big, big + ix * call.big.place[2])),
-                         static_cast<double>(value_at<T>(call.small, small + q * call.small.place[2])), sum);
+      sum =
+          multiply_add(static_cast<double>(value_at<T>(call.source, big + ix * call.source.place[2])),
+                       static_cast<double>(value_at<T>(call.target, small + q * call.target.place[2])), sum);
     }
   }
   sum = block_sum(sum, shared_memory<double>());
@@ -225,7 +232,7 @@ int64_t blocks_for(int64_t total) { return (total + kThreads - 1) / kThreads; }
 
 }  // namespace
 
-void launch_conv_plain(Type type, const ConvSums& call, Stream stream) {
+void launch_conv_plain(Type type, const ConvCall& call, Stream stream) {
   const int64_t total = call.images * call.groups * call.outputs * call.lines[0].count * call.lines[1].count *
                         call.lines[2].count;
   with_any_type(type, [&](auto t) {
@@ -233,15 +240,16 @@ void launch_conv_plain(Type type, const ConvSums& call, Stream stream) {
   });
 }
 
-void launch_conv_plain_gather(Type type, const ConvGather& call, Stream stream) {
-  const int64_t total = call.sums.images * call.sums.groups * call.sums.outputs * call.dims[0].big *
-                        call.dims[1].big * call.dims[2].big;
+void launch_conv_plain_gather(Type type, const ConvDim (&dims)[3], PaddingMode mode, const ConvCall& call,
+                              Stream stream) {
+  const int64_t total = call.images * call.groups * call.outputs * dims[0].big * dims[1].big * dims[2].big;
+  const Gather gather{{dims[0], dims[1], dims[2]}, mode, call};
   with_any_type(type, [&](auto t) {
-    launch(conv_gather_kernel<decltype(t)>, {blocks_for(total)}, kThreads, 0, stream, call, total);
+    launch(conv_gather_kernel<decltype(t)>, {blocks_for(total)}, kThreads, 0, stream, gather, total);
   });
 }
 
-void launch_conv_plain_weight(Type type, const ConvProducts& call, Stream stream) {
+void launch_conv_plain_weight(Type type, const ConvCall& call, Stream stream) {
   const int64_t elements = int64_t{call.groups} * call.outputs * call.sources * call.lines[0].taps *
                            call.lines[1].taps * call.lines[2].taps;
   with_any_type(type, [&](auto t) {

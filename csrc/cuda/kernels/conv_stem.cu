@@ -33,14 +33,14 @@ struct Tile {
 
 constexpr int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int row_bytes(Type type, const ConvSums& call) {
+int row_bytes(Type type, const ConvCall& call) {
   const int64_t bytes = int64_t{call.lines[2].taps} * kChannels * (type == Type::kFloat ? 4 : 2);
   return static_cast<int>(std::min<int64_t>(divided_up(bytes, kStepBytes) * kStepBytes, 1 << 20));
 }
 
 // Budget: 32 registers, 0 bytes of shared memory.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) stem_pack_kernel(ConvSums call, int row, int64_t total, T* to) {
+__global__ void __launch_bounds__(kThreads) stem_pack_kernel(ConvCall call, int row, int64_t total, T* to) {
   const int64_t index = block_x() * kThreads + thread_index();
   if (index >= total) return;
   const int k = static_cast<int>(index % row), c = k % kChannels, s = k / kChannels;
@@ -59,7 +59,7 @@ struct Work {
   int output;
 };
 
-PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tile& tile) {
+PATCHCONV_DEVICE Work work_of(const ConvCall& call, const Tile& tile) {
   auto rest = static_cast<uint32_t>(block_x());
   const auto next = [&](int64_t count) {
     const uint32_t number = rest % static_cast<uint32_t>(count);
@@ -81,7 +81,7 @@ PATCHCONV_DEVICE int64_t source_at(PaddingMode mode, const ConvLine& line, int64
 
 // Loads the positions of the source's plane `plane`, four channels each.
 template <typename T>
-PATCHCONV_DEVICE void load_places(T* to, const ConvSums& call, const Tile& tile, const Work& work,
+PATCHCONV_DEVICE void load_places(T* to, const ConvCall& call, const Tile& tile, const Work& work,
                                   int64_t plane) {
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const ConvTensor& source = call.source;
@@ -104,7 +104,7 @@ PATCHCONV_DEVICE void load_places(T* to, const ConvSums& call, const Tile& tile,
 }
 
 // Starts to copy the weights of row `number` of the kernel.
-PATCHCONV_DEVICE void copy_weights(char* to, const ConvSums& call, const Tile& tile, const char* packed,
+PATCHCONV_DEVICE void copy_weights(char* to, const ConvCall& call, const Tile& tile, const char* packed,
                                    int64_t number, int output) {
   const int pieces = tile.row_bytes / 16;
   for (int i = thread_index(); i < kStageOutputs * pieces; i += kThreads) {
@@ -180,7 +180,7 @@ PATCHCONV_DEVICE void multiply_row(float (&sums)[2][8][4], const char* const (&p
 // Budget: 240 registers, 101376 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict>
 __global__ void __launch_bounds__(kThreads, kStrict ? 1 : 2)
-    conv_stem_kernel(ConvSums call, Tile tile, const char* packed) {
+    conv_stem_kernel(ConvCall call, Tile tile, const char* packed) {
   constexpr int kPlaceBytes = kChannels * static_cast<int>(sizeof(T));
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   const Work work = work_of(call, tile);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, kStrict ? 1 : 2)
 }
 
 // The tile shape that needs the fewest blocks; shared_bytes is 0 if none fits.
-Tile plan(Type type, const ConvSums& call) {
+Tile plan(Type type, const ConvCall& call) {
   constexpr int64_t kMost = 1 << 15;  // longer than any tile
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const auto reach = [&](const ConvLine& line, int64_t outputs) {
@@ -283,18 +283,18 @@ Tile plan(Type type, const ConvSums& call) {
 
 }  // namespace
 
-bool conv_stem_serves(Type type, const ConvSums& call, int shared_limit) {
+bool conv_stem_serves(Type type, const ConvCall& call, int shared_limit) {
   if (type == Type::kDouble || call.groups != 1 || call.sources > kChannels) return false;
   const int64_t bytes = plan(type, call).shared_bytes;
   return bytes > 0 && bytes <= shared_limit;
 }
 
-int64_t conv_stem_packed_elements(Type type, const ConvSums& call) {
+int64_t conv_stem_packed_elements(Type type, const ConvCall& call) {
   return int64_t{call.lines[0].taps} * call.lines[1].taps * call.outputs * row_bytes(type, call) /
          (type == Type::kFloat ? 4 : 2);
 }
 
-void launch_conv_stem(Type type, bool strict, const ConvSums& call, void* packed, Stream stream) {
+void launch_conv_stem(Type type, bool strict, const ConvCall& call, void* packed, Stream stream) {
   const Tile tile = plan(type, call);
   const int64_t total = conv_stem_packed_elements(type, call);
   const auto start = [&](auto t, auto is_strict) {

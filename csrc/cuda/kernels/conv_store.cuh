@@ -23,7 +23,7 @@ PATCHCONV_DEVICE void stage_sums(float* stage, int place, int output, const floa
 
 // Writes the results of 8 contiguous channels, and one bit for each.
 template <typename T>
-PATCHCONV_DEVICE void store_channels(const ConvSums& call, const float* sums, int channel, int64_t offset,
+PATCHCONV_DEVICE void store_channels(const ConvCall& call, const float* sums, int channel, int64_t offset,
                                      int count) {
   constexpr int kPiece = 16 / sizeof(T);
   T* target = static_cast<T*>(const_cast<void*>(call.target.data)) + offset;
@@ -48,7 +48,7 @@ PATCHCONV_DEVICE void store_channels(const ConvSums& call, const float* sums, in
 // Writes what a warp has staged, from output `first` of a group on. place_of(i) is the offset of position i
 // in the result, negative if it has none. All lanes take part.
 template <typename T, typename PlaceOf>
-PATCHCONV_DEVICE void store_stage(const ConvSums& call, const float* stage, int group, int first,
+PATCHCONV_DEVICE void store_stage(const ConvCall& call, const float* stage, int group, int first,
                                   PlaceOf place_of) {
   const int lane = lane_index();
   const int channel = group * call.outputs + first;

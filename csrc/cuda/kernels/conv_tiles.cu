@@ -17,7 +17,7 @@ namespace {
 
 // Budget: 255 registers, 101376 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kGather, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvSums call, Tiling tiling) {
+__global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall call, Tiling tiling) {
   char* halos = shared_memory<char>();
   const int halo_bytes = tiling.plan.rows * tiling.plan.columns * kChunkBytes;
   char* weights = halos + tiling.plan.buffers * halo_bytes;
@@ -159,7 +159,7 @@ bool wide(bool strict, int outputs) { return !strict && outputs > kStageOutputs;
 int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, bool kStrict, typename Shape>
-void start(const ConvTilePlan& plan, const ConvSums& call, Stream stream) {
+void start(const ConvTilePlan& plan, const ConvCall& call, Stream stream) {
   const int64_t columns = int64_t{1} << plan.columns_log2;
   Tiling tiling;
   tiling.plan = plan;
@@ -236,19 +236,19 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
   return best;
 }
 
-bool conv_tiles_grid_fits(Type type, bool strict, const ConvSums& call) {
+bool conv_tiles_grid_fits(Type type, bool strict, const ConvCall& call) {
   const int outputs = wide(strict && type == Type::kFloat, call.outputs) ? Wide::kOutputs : Narrow::kOutputs;
   return call.groups * round_up(call.outputs, outputs) <= kMostBlocksDown;
 }
 
-bool conv_reads_weight(Type type, const ConvSums& call) {
+bool conv_reads_weight(Type type, const ConvCall& call) {
   const int piece = piece_of(type);
   const ConvWeight& w = call.weight;
   return w.source == 1 && aligned_to_pieces(w.data) && w.output % piece == 0 && w.tap[0] % piece == 0 &&
          w.tap[1] % piece == 0 && w.tap[2] % piece == 0 && (call.groups == 1 || w.group % piece == 0);
 }
 
-bool conv_writes_bits(const ConvSums& call, bool depthwise) {
+bool conv_writes_bits(const ConvCall& call, bool depthwise) {
   const ConvTensor& target = call.target;
   const int channels = call.groups * call.outputs;
   const ConvLine& x = call.lines[2];
@@ -257,7 +257,7 @@ bool conv_writes_bits(const ConvSums& call, bool depthwise) {
          target.place[1] % 8 == 0;
 }
 
-void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvSums& call,
+void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call,
                        Stream stream) {
   if (plan.buffers == 0) throw LaunchError("a convolution whose tile does not fit into shared memory");
   if (type == Type::kFloat && strict) return start<float, true, Strict>(plan, call, stream);

@@ -35,7 +35,7 @@ struct Step {
   int slice = 0, tap_group = 0, chunk = 0, r = 0, s = 0;
 };
 
-PATCHCONV_DEVICE int rows_of(const ConvSums& call, const Tiling& tiling, const Step& step) {
+PATCHCONV_DEVICE int rows_of(const ConvCall& call, const Tiling& tiling, const Step& step) {
   const int rest = call.lines[1].taps - step.tap_group * tiling.plan.tap_rows;
   return rest < tiling.plan.tap_rows ? rest : tiling.plan.tap_rows;
 }
@@ -49,7 +49,7 @@ PATCHCONV_DEVICE void next_tile(const Tiling& tiling, Step& step) {
   ++step.slice;
 }
 
-PATCHCONV_DEVICE void next_tap(const ConvSums& call, const Tiling& tiling, Step& step) {
+PATCHCONV_DEVICE void next_tap(const ConvCall& call, const Tiling& tiling, Step& step) {
   if (++step.s < call.lines[2].taps) return;
   step.s = 0;
   if (++step.r < rows_of(call, tiling, step)) return;
@@ -65,7 +65,7 @@ struct Work {
 };
 
 template <typename Shape>
-PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tiling& tiling) {
+PATCHCONV_DEVICE Work work_of(const ConvCall& call, const Tiling& tiling) {
   Work work;
   int64_t rest = block_x();
   const int columns = 1 << tiling.plan.columns_log2;
@@ -81,7 +81,7 @@ PATCHCONV_DEVICE Work work_of(const ConvSums& call, const Tiling& tiling) {
 }
 
 template <typename T>
-PATCHCONV_DEVICE Halo halo_of(const ConvSums& call, const Tiling& tiling, const Work& work,
+PATCHCONV_DEVICE Halo halo_of(const ConvCall& call, const Tiling& tiling, const Work& work,
                               const Step& step) {
   Halo halo;
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
@@ -102,7 +102,7 @@ struct PieceOfHalo {
 };
 
 template <typename T>
-PATCHCONV_DEVICE PieceOfHalo piece_of_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo,
+PATCHCONV_DEVICE PieceOfHalo piece_of_halo(const ConvCall& call, const Tiling& tiling, const Halo& halo,
                                            int number) {
   const int place = number / kChunkPieces, piece = number % kChunkPieces;
   const int y = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
@@ -112,7 +112,7 @@ PATCHCONV_DEVICE PieceOfHalo piece_of_halo(const ConvSums& call, const Tiling& t
 
 // Starts the copies of this thread's pieces of a halo tile; channels are contiguous.
 template <typename T, typename Shape>
-PATCHCONV_DEVICE void copy_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile) {
+PATCHCONV_DEVICE void copy_halo(const ConvCall& call, const Tiling& tiling, const Halo& halo, char* tile) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
   const T* source = static_cast<const T*>(call.source.data);
   for (int number = thread_index(); number < pieces; number += Shape::kThreads) {
@@ -127,7 +127,7 @@ PATCHCONV_DEVICE void copy_halo(const ConvSums& call, const Tiling& tiling, cons
 
 // Applies the bits to the same pieces, once they have arrived.
 template <typename T, typename Shape>
-PATCHCONV_DEVICE void mask_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile) {
+PATCHCONV_DEVICE void mask_halo(const ConvCall& call, const Tiling& tiling, const Halo& halo, char* tile) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
   for (int number = thread_index(); number < pieces; number += Shape::kThreads) {
     const auto [place, piece, offset] = piece_of_halo<T>(call, tiling, halo, number);
@@ -137,7 +137,7 @@ PATCHCONV_DEVICE void mask_halo(const ConvSums& call, const Tiling& tiling, cons
 
 // Loads pieces [begin, end) of this thread's share of a halo tile, element by element.
 template <typename T, typename Shape>
-PATCHCONV_DEVICE void gather_halo(const ConvSums& call, const Tiling& tiling, const Halo& halo, char* tile,
+PATCHCONV_DEVICE void gather_halo(const ConvCall& call, const Tiling& tiling, const Halo& halo, char* tile,
                                   int begin, int end) {
   const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
   // Neighbouring threads take neighbouring positions, not pieces: such sources are contiguous along
@@ -154,7 +154,7 @@ PATCHCONV_DEVICE void gather_halo(const ConvSums& call, const Tiling& tiling, co
 }
 
 template <typename T, typename Shape>
-PATCHCONV_DEVICE void copy_weights(const ConvSums& call, const Tiling& tiling, const Work& work,
+PATCHCONV_DEVICE void copy_weights(const ConvCall& call, const Tiling& tiling, const Work& work,
                                    const Step& step, char* stage) {
   const int first = step.chunk * kChunkOf<T>;
   const int64_t tap = call.lines[0].tap(step.slice) * call.weight.tap[0] +
@@ -229,7 +229,7 @@ PATCHCONV_DEVICE void multiply_tap(float (&sums)[Shape::kMatrices][8][4], const 
 }
 
 // Offset of a tile's position in the result; negative if it lies outside.
-PATCHCONV_DEVICE int64_t target_of(const ConvSums& call, const Tiling& tiling, const Work& work, int place) {
+PATCHCONV_DEVICE int64_t target_of(const ConvCall& call, const Tiling& tiling, const Work& work, int place) {
   const int64_t y = work.row + (place >> tiling.plan.columns_log2);
   const int64_t x = work.column + (place & ((1 << tiling.plan.columns_log2) - 1));
   if (y >= call.lines[1].count || x >= call.lines[2].count) return -1;

@@ -17,12 +17,12 @@ namespace {
 template <bool kStrict>
 constexpr int kHandedOn = (kStrict ? 1024 : 4096) / kSegmentPlaces;
 
-constexpr int64_t elements_of_tap(const ConvProducts& call) {
+constexpr int64_t elements_of_tap(const ConvCall& call) {
   return int64_t{call.groups} * call.outputs * call.sources;
 }
 
 // Where a block's sums of a tap and an output begin in the workspace: (part, tap, group, output, source).
-PATCHCONV_DEVICE int64_t place_of(const ConvProducts& call, const WeightPart& mine, int tap, int output) {
+PATCHCONV_DEVICE int64_t place_of(const ConvCall& call, const WeightPart& mine, int tap, int output) {
   int64_t taps = mine.part;
   for (int d = 0; d < 3; ++d) taps = taps * call.lines[d].taps + mine.tap[d];
   return (taps + tap) * elements_of_tap(call) + (int64_t{mine.group} * call.outputs + output) * call.sources;
@@ -30,7 +30,7 @@ PATCHCONV_DEVICE int64_t place_of(const ConvProducts& call, const WeightPart& mi
 
 // Adds the sums to the block's part of the workspace (`first`: stores them there) and sets them to zero.
 template <typename T>
-PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const WeightPart& mine, bool first,
+PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvCall& call, const WeightPart& mine, bool first,
                               float* workspace) {
 #pragma unroll
   for (int m = 0; m < WarpSums<T>::kRows; ++m) {
@@ -57,7 +57,7 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvProducts& call, const
 // Budget: 248 registers, 74848 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kAsync>
 __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::resident(kStrict, kAsync))
-    conv_weight_kernel(ConvProducts call, ConvWeightPlan plan, float* workspace) {
+    conv_weight_kernel(ConvCall call, ConvWeightPlan plan, float* workspace) {
   using Tile = WeightTile<T>;
   WeightPart& mine = *shared_memory<WeightPart>();
   T* const tiles = reinterpret_cast<T*>(&mine + 1);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::reside
   Segment ahead{};
   const int64_t count = segments_of(call, plan, mine, ahead);
   if constexpr (kAsync) {
-    const bool masked = call.small.bits != nullptr || call.big.bits != nullptr;
+    const bool masked = call.target.bits != nullptr || call.source.bits != nullptr;
     Segment now = ahead;
     const auto fetch = [&](int64_t number) {
       if (number < count) {
@@ -130,7 +130,7 @@ constexpr int kSumThreads = 256;
 // Budget: 40 registers, 0 bytes of shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
-    conv_weight_sum_kernel(ConvProducts call, int parts, int64_t elements, const float* workspace) {
+    conv_weight_sum_kernel(ConvCall call, int parts, int64_t elements, const float* workspace) {
   int64_t rest = block_x() * kSumThreads + thread_index();
   if (rest >= elements) return;
   double sum = 0;
@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kSumThreads)
   static_cast<T*>(const_cast<void*>(weight.data))[offset] = from_float<T>(static_cast<float>(sum));
 }
 
-int64_t elements_of(const ConvProducts& call) {
+int64_t elements_of(const ConvCall& call) {
   return elements_of_tap(call) * call.lines[0].taps * call.lines[1].taps * call.lines[2].taps;
 }
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t tiles_of(const ConvProducts& call, const ConvWeightPlan& plan) {
+int64_t tiles_of(const ConvCall& call, const ConvWeightPlan& plan) {
   return int64_t{call.groups} * divided_up(call.outputs, kTileChannels) *
          divided_up(call.sources, kTileChannels) * call.lines[0].taps * call.lines[1].taps * plan.tap_groups;
 }
@@ -197,7 +197,7 @@ bool in_pieces(const ConvTensor& tensor, int channels, int groups, int size) {
 
 }  // namespace
 
-ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call, int multiprocessors,
+ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvCall& call, int multiprocessors,
                                 int64_t workspace_limit) {
   constexpr int64_t kMost = 1 << 29;  // kernels count coordinates in 32 bits
   ConvWeightPlan plan;
@@ -232,13 +232,13 @@ ConvWeightPlan plan_conv_weight(Type type, bool strict, const ConvProducts& call
   return plan;
 }
 
-void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvProducts& call,
+void launch_conv_weight(Type type, bool strict, const ConvWeightPlan& plan, const ConvCall& call,
                         float* workspace, Stream stream) {
   with_type(type, [&](auto t) {
     using T = decltype(t);
     const int size = static_cast<int>(sizeof(T));
-    const bool async = in_pieces(call.small, call.outputs, call.groups, size) &&
-                       in_pieces(call.big, call.sources, call.groups, size);
+    const bool async = in_pieces(call.target, call.outputs, call.groups, size) &&
+                       in_pieces(call.source, call.sources, call.groups, size);
     auto kernel = async ? conv_weight_kernel<T, false, true> : conv_weight_kernel<T, false, false>;
     if constexpr (sizeof(T) == 4) {
       if (strict) kernel = async ? conv_weight_kernel<T, true, true> : conv_weight_kernel<T, true, false>;

@@ -34,7 +34,7 @@ struct WeightPart {
 };
 static_assert(sizeof(WeightPart) % 16 == 0);
 
-PATCHCONV_DEVICE void describe(const ConvProducts& call, const ConvWeightPlan& plan, WeightPart& mine) {
+PATCHCONV_DEVICE void describe(const ConvCall& call, const ConvWeightPlan& plan, WeightPart& mine) {
   int64_t rest = block_x();
   const auto next = [&](int64_t count) {
     const int64_t number = rest % count;
@@ -48,8 +48,8 @@ PATCHCONV_DEVICE void describe(const ConvProducts& call, const ConvWeightPlan& p
   mine.output = next((call.outputs + kTileChannels - 1) / kTileChannels) * kTileChannels;
   mine.group = next(call.groups);
   mine.part = rest;
-  mine.small = (int64_t{mine.group} * call.outputs + mine.output) * call.small.channel;
-  mine.big = (int64_t{mine.group} * call.sources + mine.source) * call.big.channel;
+  mine.small = (int64_t{mine.group} * call.outputs + mine.output) * call.target.channel;
+  mine.big = (int64_t{mine.group} * call.sources + mine.source) * call.source.channel;
   mine.small_left = call.outputs - mine.output;
   mine.big_left = call.sources - mine.source;
   const int left = call.lines[2].taps - mine.tap[2];
@@ -87,8 +87,8 @@ struct Segment {
 };
 
 // The segments of a block's part: how many, and the first.
-PATCHCONV_DEVICE int64_t segments_of(const ConvProducts& call, const ConvWeightPlan& plan,
-                                     const WeightPart& mine, Segment& first) {
+PATCHCONV_DEVICE int64_t segments_of(const ConvCall& call, const ConvWeightPlan& plan, const WeightPart& mine,
+                                     Segment& first) {
   const int sizes[3] = {1, kSegmentPlaces >> plan.columns_log2, 1 << plan.columns_log2};
   int64_t counts[3], all = call.images;
 #pragma unroll
@@ -167,7 +167,7 @@ class TileLoader {
   using Piece = typename Tile::Piece;
 
  public:
-  PATCHCONV_DEVICE TileLoader(const ConvProducts& call, const WeightPart& mine, int count)
+  PATCHCONV_DEVICE TileLoader(const ConvCall& call, const WeightPart& mine, int count)
       : call_(call), mine_(mine), count_(count) {}
 
   // Starts the copies of a segment.
@@ -195,7 +195,7 @@ class TileLoader {
     for (int i = 0; i < Tile::kSmallPieces; ++i) {
       drop(source(at, copied_row(i), copied_piece()), marks[i], piece_at(to, copied_row(i), copied_piece()));
     }
-    if (call_.big.bits == nullptr) return;
+    if (call_.source.bits == nullptr) return;
     for (int i = Tile::kSmallPieces; copied_row(i) < count_; ++i) {
       const Source from = source(at, copied_row(i), copied_piece());
       if (from.filled > 0) {
@@ -275,13 +275,13 @@ class TileLoader {
     const ConvLine &z = call_.lines[0], &y = call_.lines[1], &x = call_.lines[2];
     const int p = at.row + place.line;
     if (row < kSegmentPlaces) {
-      const ConvTensor& small = call_.small;
+      const ConvTensor& small = call_.target;
       const int q = at.column + place.column;
       const int64_t offset = mine_.small + at.image * small.image + at.depth * small.place[0] +
                              p * small.place[1] + q * small.place[2];
       return source(small, offset, piece, p < y.count && q < x.count ? mine_.small_left : 0);
     }
-    const ConvTensor& big = call_.big;
+    const ConvTensor& big = call_.source;
     const int column = mine_.origin[2] + at.column * static_cast<int>(x.step) + place.column;
     const int iz = source_at(z, mine_.origin[0] + at.depth * static_cast<int>(z.step));
     const int iy = p < y.count ? source_at(y, mine_.origin[1] + p * static_cast<int>(y.step)) : -1;
@@ -295,7 +295,7 @@ class TileLoader {
     return source_index(call_.mode, i, static_cast<int>(line.source));
   }
 
-  const ConvProducts& call_;
+  const ConvCall& call_;
   const WeightPart& mine_;
   int count_;  // rows of a segment
 };

@@ -47,22 +47,10 @@ template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
 }
-template <typename T>
-PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
-  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane % kWarp);
-}
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
   const unsigned char* all = host_cuda::warp_exchange("a ballot", &vote, 1);
   uint32_t result = 0;
   for (int lane = 0; lane < kWarp; ++lane) result |= static_cast<uint32_t>(all[lane] == 1) << lane;
-  return result;
-}
-PATCHCONV_DEVICE uint32_t match_any(uint32_t value) {
-  const unsigned char* all = host_cuda::warp_exchange("a match", &value, sizeof(value));
-  uint32_t result = 0;
-  for (int lane = 0; lane < kWarp; ++lane) {
-    result |= static_cast<uint32_t>(lane_value<uint32_t>(all, lane) == value) << lane;
-  }
   return result;
 }
 
