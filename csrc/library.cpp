@@ -95,7 +95,8 @@ TORCH_LIBRARY(patchconv, m) {
       "(Tensor, Tensor)");
   // `groups`: 0 by channel; else `var` is 1 / sqrt(var + eps) of each image and group (ops/norm.h).
   m.def(
-      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, int groups, float eps, "
+      "_normalize(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, int groups, float "
+      "eps, "
       "int activation) -> Tensor");
   m.def(
       "_normalize_masked(Tensor input, Tensor? weight, Tensor? bias, Tensor mean, Tensor var, float eps) -> "
