@@ -20,7 +20,7 @@
 #include "core/strips.h"
 #include "memory/census.h"
 #include "ops/conv.h"
-#include "ops/explain.h"
+#include "ops/conv_explain.h"
 
 namespace py = pybind11;
 

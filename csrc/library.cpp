@@ -6,8 +6,8 @@
 // spatial dimension) or one per dimension.
 #include <torch/library.h>
 
-#include "ops/masked.h"
-#include "ops/smooth.h"
+#include "ops/activation_masked.h"
+#include "ops/activation_smooth.h"
 
 TORCH_LIBRARY(patchconv, m) {
 #define PATCHCONV_CONV(D)                                                                           \

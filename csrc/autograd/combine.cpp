@@ -329,19 +329,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   return y;
 }
 
-Tensor stock_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
-  return at::linear(x, weight, bias);
-}
-Tensor stock_mul(const Tensor& a, const Tensor& b) { return at::mul(a, b); }
-Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return at::add(a, b, alpha); }
-Tensor stock_add_relu(const Tensor& a, const Tensor& b) { return at::add(a, b).relu_(); }
-Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
-Tensor stock_cat(at::TensorList tensors, int64_t dim) { return at::cat(tensors, dim); }
-// Always a copy: an operator's result must not be its input.
-Tensor stock_cast(const Tensor& x, at::ScalarType dtype) {
-  return x.to(dtype, /*non_blocking=*/false, /*copy=*/true);
-}
-
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("cat", &cat);
   m.impl("add", &add);
@@ -352,23 +339,6 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("linear", &linear);
 }
 
-void stock_combine(torch::Library& m) {
-  m.impl("cat", &stock_cat);
-  m.impl("add", &stock_add);
-  m.impl("add_", &stock_add_);
-  m.impl("add_relu", &stock_add_relu);
-  m.impl("mul", &stock_mul);
-  m.impl("cast", &stock_cast);
-  m.impl("linear", &stock_linear);
-}
-TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_combine(m); }
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_combine(m); }
-
 }  // namespace
-
-Tensor cast(const Tensor& x, at::ScalarType dtype) {
-  static const auto op = handle<Tensor(const Tensor&, at::ScalarType)>("cast");
-  return op.call(x, dtype);
-}
 
 }  // namespace patchconv

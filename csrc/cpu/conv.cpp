@@ -19,9 +19,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "cpu/conv_copy.h"
+#include "cpu/conv_weight.h"
 #include "cpu/processor.h"
-#include "cpu/tile_copy.h"
-#include "cpu/weight_gradient.h"
 #include "tiled/conv.h"
 #include "tiled/passes.h"
 

@@ -299,7 +299,7 @@ Gradients gradients(const Tensor& grad, const Tensor& input, const NormMap& map,
   return {result, grad_weight, grad_bias};
 }
 
-struct CpuRoom : NormWithAten {
+struct CpuNorm : NormWithAten {
   static Gradients backward(const Tensor& grad, const Tensor& input, const NormMap& map, bool training,
                             std::array<bool, 3> mask) {
     if (map.groups > 0 || map.activation == Activation::kSilu || grad.scalar_type() != input.scalar_type())
@@ -314,8 +314,8 @@ struct CpuRoom : NormWithAten {
 };
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
-  m.impl("_norm_backward", &NormSignatures<CpuRoom>::backward);
-  m.impl("_batch_norm_backward_", &NormSignatures<CpuRoom>::backward_);
+  m.impl("_norm_backward", &NormSignatures<CpuNorm>::backward);
+  m.impl("_batch_norm_backward_", &NormSignatures<CpuNorm>::backward_);
 }
 
 }  // namespace

@@ -110,7 +110,7 @@ Tensor mapped(const Tensor& x, const NormMap& map) {
   return y;
 }
 
-struct CudaRoom : NormWithAten {
+struct CudaNorm : NormWithAten {
   static Tensor normalize(const Tensor& input, const NormMap& map) {
     if (!served_by_kernels(input)) return NormWithAten::normalize(input, map);
     const c10::cuda::CUDAGuard guard(input.device());
@@ -181,11 +181,11 @@ struct CudaRoom : NormWithAten {
 };
 
 TORCH_LIBRARY_IMPL(patchconv, CUDA, m) {
-  m.impl("_batch_statistics", &CudaRoom::batch_statistics);
-  m.impl("_normalize", &NormSignatures<CudaRoom>::normalize);
-  m.impl("_normalize_masked", &NormSignatures<CudaRoom>::normalize_masked);
-  m.impl("_norm_backward", &NormSignatures<CudaRoom>::backward);
-  m.impl("_group_norm", &CudaRoom::group_norm);
+  m.impl("_batch_statistics", &CudaNorm::batch_statistics);
+  m.impl("_normalize", &NormSignatures<CudaNorm>::normalize);
+  m.impl("_normalize_masked", &NormSignatures<CudaNorm>::normalize_masked);
+  m.impl("_norm_backward", &NormSignatures<CudaNorm>::backward);
+  m.impl("_group_norm", &CudaNorm::group_norm);
 }
 
 }  // namespace

@@ -13,9 +13,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "ops/activation_masked.h"
+#include "ops/activation_smooth.h"
 #include "ops/handle.h"
-#include "ops/masked.h"
-#include "ops/smooth.h"
 
 namespace patchconv {
 

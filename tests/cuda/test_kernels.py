@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the execu
 ops = torch.ops.patchconv
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d)[6:])
 
-# A tile of mask.cu: 256 threads, 4 pieces of 16 bytes each.
+# A tile of activation.cu: 256 threads, 4 pieces of 16 bytes each.
 TILE = {torch.float32: 4096, torch.float16: 8192, torch.bfloat16: 8192}
 MASKS: dict[str, tuple[int, float, float]] = {
     "relu": (0, 0.0, 0.0), "leaky_relu": (1, 0.01, 0.0), "hardtanh": (2, -0.3, 0.7), "relu6": (2, 0.0, 6.0),

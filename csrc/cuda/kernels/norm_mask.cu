@@ -1,6 +1,6 @@
 // A norm with given statistics and ReLU, and one bit per element: for batch norm in eval mode, whose backward
-// then needs no input. One read and one write of the tensor in memory order, as in mask.cu. The channel of a
-// thread's first element is found by division, those of the next ones by counting.
+// then needs no input. One read and one write of the tensor in memory order, as in activation.cu. The channel
+// of a thread's first element is found by division, those of the next ones by counting.
 #include "cuda/kernels/bits.cuh"
 #include "cuda/kernels/launch.cuh"
 #include "cuda/kernels/norm.cuh"

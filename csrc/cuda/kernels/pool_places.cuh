@@ -1,4 +1,4 @@
-// What max_pool.cu and avg_pool.cu share: which windows contain which elements. A thread takes output
+// What pool_max.cu and pool_avg.cu share: which windows contain which elements. A thread takes output
 // elements forward, input elements backward; neighbouring threads take neighbours in memory. A block takes
 // kTile consecutive elements. The position of its first one is found by 64-bit divisions, the others from
 // there by 32-bit ones.

@@ -4,9 +4,9 @@
 // thread, about the mean of what it has read (norm_statistics.cu says how). Over blocks they are float64, in
 // an order that depends on the shape alone.
 #include "cuda/kernels/launch.cuh"
-#include "cuda/kernels/layer_norm.h"
 #include "cuda/kernels/moments.cuh"
 #include "cuda/kernels/norm.cuh"
+#include "cuda/kernels/norm_layer.h"
 #include "cuda/kernels/sums.cuh"
 
 namespace patchconv::kernels {

@@ -282,7 +282,7 @@ Tensor normalize_channels(const Tensor& input, const NormMap& map) {
   return activate_(y, map.activation);
 }
 
-struct CpuRoom {
+struct CpuNorm {
   static Tensor normalize(const Tensor& input, const NormMap& map) {
     return map.groups > 0 ? NormWithAten::normalize(input, map) : normalize_channels(input, map);
   }
@@ -290,7 +290,7 @@ struct CpuRoom {
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
   m.impl("_batch_statistics", &batch_statistics_cpu);
-  m.impl("_normalize", &NormSignatures<CpuRoom>::normalize);
+  m.impl("_normalize", &NormSignatures<CpuNorm>::normalize);
 }
 
 }  // namespace

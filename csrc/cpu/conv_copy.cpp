@@ -1,4 +1,4 @@
-#include "cpu/tile_copy.h"
+#include "cpu/conv_copy.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

@@ -1,5 +1,5 @@
 // The smooth activations: a row each. Schemas (library.cpp), stock operators (activation.cpp) and nodes
-// (autograd/smooth.cpp) follow from it.
+// (autograd/activation_smooth.cpp) follow from it.
 //
 // A row is a type with
 //     kName, kNode      the operator's name and its node's

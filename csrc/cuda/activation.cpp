@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "cuda/kernel_call.h"
-#include "cuda/kernels/mask.h"
+#include "cuda/kernels/activation.h"
 #include "ops/activation.h"
 
 namespace patchconv {

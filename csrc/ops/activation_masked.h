@@ -1,6 +1,6 @@
 // The piecewise linear activations, which save one bit per element: a row each. Schemas (library.cpp), stock
-// operators and bits made by them (activation.cpp) and nodes (autograd/masked.cpp) follow from it. The
-// kernels that make values and bits in one pass are in cpu/mask.cpp and cuda/kernels/mask.cu.
+// operators and bits made by them (activation.cpp) and nodes (autograd/activation_masked.cpp) follow from it.
+// The kernels that make values and bits in one pass are in cpu/activation.cpp and cuda/kernels/activation.cu.
 //
 // A row is a type with
 //     kMask             its number (core/mask.h)

@@ -1,4 +1,4 @@
-#include "cpu/weight_gradient.h"
+#include "cpu/conv_weight.h"
 
 #include <algorithm>
 

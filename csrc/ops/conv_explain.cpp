@@ -1,4 +1,4 @@
-#include "ops/explain.h"
+#include "ops/conv_explain.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>

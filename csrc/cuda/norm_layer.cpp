@@ -8,8 +8,8 @@
 #include <torch/library.h>
 
 #include "cuda/kernel_call.h"
-#include "cuda/kernels/layer_norm.h"
 #include "cuda/kernels/norm.h"
+#include "cuda/kernels/norm_layer.h"
 #include "ops/norm.h"
 
 namespace patchconv {

@@ -1,4 +1,4 @@
-// Gradients of the piecewise linear activations (ops/masked.h) and of PReLU.
+// Gradients of the piecewise linear activations (ops/activation_masked.h) and of PReLU.
 //
 // They save one bit per element, or their output instead of the bits if it is saved anyway and shows the
 // same. The slope of a PReLU is a parameter: its gradient needs the input.
@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "autograd/activation.h"
-#include "ops/masked.h"
+#include "ops/activation_masked.h"
 
 namespace patchconv {
 

@@ -1,8 +1,8 @@
-// Gradients of the smooth activations (ops/smooth.h). They save their input, or their output where backward
-// reads that, as stock's do.
+// Gradients of the smooth activations (ops/activation_smooth.h). They save their input, or their output where
+// backward reads that, as stock's do.
 //
 // In-place forms write over their input. If backward needs it, it comes from its producer or is copied first.
-#include "ops/smooth.h"
+#include "ops/activation_smooth.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>

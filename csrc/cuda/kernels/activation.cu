@@ -1,6 +1,6 @@
 // Activations with a packed mask, and gradients from it. One read and one write of the tensor, and one bit
 // per element; nothing is allocated. Arithmetic is in float32, rounded once.
-#include "cuda/kernels/mask.h"
+#include "cuda/kernels/activation.h"
 
 #include "cuda/kernels/bits.cuh"
 #include "cuda/kernels/launch.cuh"
