@@ -16,10 +16,10 @@
 
 #include "case.h"
 #include "core/philox.h"
-#include "cuda/kernels/dropout.h"
-#include "cuda/kernels/norm_layer.h"
 #include "cuda/kernels/activation.h"
+#include "cuda/kernels/dropout.h"
 #include "cuda/kernels/norm.h"
+#include "cuda/kernels/norm_layer.h"
 #include "cuda/kernels/pool.h"
 #include "executor.h"
 #include "selftest.h"
