@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .functional import activation
 from .lean import ForwardInLean
 
 
@@ -22,15 +23,12 @@ class Lean(ForwardInLean):
         return stock
 
 
-# What a layer saves for backward -> the stock classes.
-_SAVES = {
-    "one bit an element": (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid),
+# What a layer saves for backward -> the stock classes, besides the activations.
+_SAVES: dict[str, tuple[type[nn.Module], ...]] = {
     "its input, if the layer before it cannot make it again": (
-        nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.BatchNorm1d,
-        nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear,
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+        nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear,
     ),
-    "its output, if its input cannot be made again": (nn.Sigmoid, nn.Tanh),
     "the seed of its mask": (
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
     ),
@@ -58,7 +56,7 @@ def _layer(stock: type[nn.Module], saved: str) -> type[nn.Module]:
 
 # Stock class -> the class of this package.
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
-    stock: _layer(stock, saved) for saved, stocks in _SAVES.items() for stock in stocks
+    stock: _layer(stock, saved) for saved, stocks in (*activation.LAYERS.items(), *_SAVES.items()) for stock in stocks
 }
 globals().update({cls.__name__: cls for cls in LAYERS.values()})
 

@@ -19,6 +19,11 @@ enum class Mask : int64_t {
   kHardsigmoid = 4,  // min(max(x + 3, 0), 6) / 6        x > -3 && x < 3
 };
 
+// Whether kernels make values and bits of this one in one pass. Others are composed of stock operators.
+inline bool has_mask_kernel(int64_t mask) {
+  return mask >= 0 && mask <= static_cast<int64_t>(Mask::kHardsigmoid);
+}
+
 inline int64_t mask_bytes(int64_t elements) { return (elements + 7) / 8; }
 
 }  // namespace patchconv

@@ -26,7 +26,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "core/mask.h"
+#include "ops/activation.h"
 
 // Inlines everything into the loop over blocks: a call per block costs a fifth of the time if the result's
 // pages are new.
@@ -343,13 +343,13 @@ Tensor activate_all(const Tensor& input, const Tensor& output, Mask kind, double
       case Mask::kHardsigmoid:
         return run(std::integral_constant<Mask, Mask::kHardsigmoid>());
     }
-    TORCH_CHECK_VALUE(false, "patchconv::_mask_forward: expected kind to be 0 to 4, got ",
-                      static_cast<int64_t>(kind));
+    TORCH_INTERNAL_ASSERT(false);
   });
   return result;
 }
 
-Tensor mask_pack(const Tensor& input, int64_t kind, double a, double b) {
+Tensor mask_pack_cpu(const Tensor& input, int64_t kind, double a, double b) {
+  if (!has_mask_kernel(kind)) return mask_pack_with_aten(input, kind, a, b);
   return activate_all(input, Tensor(), static_cast<Mask>(kind), a, b);
 }
 
@@ -360,19 +360,21 @@ Tensor forward_to(const Tensor& input, const Tensor& output, int64_t kind, doubl
   const bool nan = mask == Mask::kHardtanh && (std::isnan(a) || std::isnan(b));
   if (mask != Mask::kHardsigmoid && !nan) return activate_all(input, output, mask, a, b);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  auto bits = mask_pack(input, kind, a, b);
+  auto bits = mask_pack_cpu(input, kind, a, b);
   Tensor values = output;
   nan ? at::hardtanh_out(values, input, a, b) : at::hardsigmoid_out(values, input);
   return bits;
 }
 
-std::tuple<Tensor, Tensor> mask_forward(const Tensor& input, int64_t kind, double a, double b) {
+std::tuple<Tensor, Tensor> mask_forward_cpu(const Tensor& input, int64_t kind, double a, double b) {
+  if (!has_mask_kernel(kind)) return mask_forward_with_aten(input, kind, a, b);
   auto output = at::empty_like(input);
   auto bits = forward_to(input, output, kind, a, b);
   return {std::move(output), std::move(bits)};
 }
 
-Tensor mask_forward_(Tensor& input, int64_t kind, double a, double b) {
+Tensor mask_forward_in_place_cpu(Tensor& input, int64_t kind, double a, double b) {
+  if (!has_mask_kernel(kind)) return mask_forward_in_place_with_aten(input, kind, a, b);
   return forward_to(input, input, kind, a, b);
 }
 
@@ -394,7 +396,7 @@ PATCHCONV_INLINE void backward_block(Wide<T> inside, Wide<T> outside, const Stor
   });
 }
 
-Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, double outside) {
+Tensor mask_backward_cpu(const Tensor& grad, const Tensor& bits, double inside, double outside) {
   TORCH_CHECK_VALUE(
       bits.scalar_type() == at::kByte && bits.numel() == mask_bytes(grad.numel()) && bits.is_contiguous(),
       "patchconv::_mask_backward: expected bits to hold ", mask_bytes(grad.numel()), " bytes, got ",
@@ -414,10 +416,10 @@ Tensor mask_backward(const Tensor& grad, const Tensor& bits, double inside, doub
 }
 
 TORCH_LIBRARY_IMPL(patchconv, CPU, m) {
-  m.impl("_mask_forward", mask_forward);
-  m.impl("_mask_forward_", mask_forward_);
-  m.impl("_mask_pack", mask_pack);
-  m.impl("_mask_backward", mask_backward);
+  m.impl("_mask_forward", &mask_forward_cpu);
+  m.impl("_mask_forward_", &mask_forward_in_place_cpu);
+  m.impl("_mask_pack", &mask_pack_cpu);
+  m.impl("_mask_backward", &mask_backward_cpu);
 }
 
 }  // namespace

@@ -36,19 +36,20 @@ Tensor launch_forward(const Tensor& input, const Tensor& y, int64_t mask, double
 }
 
 std::tuple<Tensor, Tensor> mask_forward_cuda(const Tensor& input, int64_t mask, double a, double b) {
-  if (!native_kernel_for(input)) return mask_forward_with_aten(input, mask, a, b);
+  if (!native_kernel_for(input) || !has_mask_kernel(mask)) return mask_forward_with_aten(input, mask, a, b);
   Tensor y = at::empty_like(input);
   const Tensor bits = launch_forward(input, y, mask, a, b);
   return {std::move(y), bits};
 }
 
 Tensor mask_forward_in_place_cuda(Tensor& input, int64_t mask, double a, double b) {
-  if (!native_kernel_for(input)) return mask_forward_in_place_with_aten(input, mask, a, b);
+  if (!native_kernel_for(input) || !has_mask_kernel(mask))
+    return mask_forward_in_place_with_aten(input, mask, a, b);
   return launch_forward(input, input, mask, a, b);
 }
 
 Tensor mask_pack_cuda(const Tensor& input, int64_t mask, double a, double b) {
-  if (!native_kernel_for(input)) return mask_pack_with_aten(input, mask, a, b);
+  if (!native_kernel_for(input) || !has_mask_kernel(mask)) return mask_pack_with_aten(input, mask, a, b);
   return launch_forward(input, Tensor(), mask, a, b);
 }
 

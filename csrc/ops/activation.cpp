@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/prelu.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -46,12 +47,22 @@ Tensor stock_masked(const Tensor& x, Mask mask, double a, double b) {
 
 }  // namespace
 
+// A part at a time, since each bit is a byte or more on its way.
 Tensor mask_pack_with_aten(const Tensor& input, int64_t mask, double a, double b) {
-  const int64_t elements = input.numel();
-  const Tensor bits = inside(flat(input), static_cast<Mask>(mask), a, b).to(at::kByte);
-  const Tensor padded = at::constant_pad_nd(bits, {0, mask_bytes(elements) * 8 - elements});
-  const Tensor place = at::arange(8, padded.options());
-  return padded.view({-1, 8}).bitwise_left_shift(place).sum({1}, /*keepdim=*/false, at::kByte);
+  constexpr int64_t kPart = int64_t{1} << 20;  // elements
+  const Tensor x = flat(input);
+  const int64_t elements = x.numel();
+  const Tensor result = at::empty({mask_bytes(elements)}, x.options().dtype(at::kByte));
+  const Tensor place = at::arange(8, result.options());
+  for (int64_t begin = 0; begin < elements; begin += kPart) {
+    const int64_t count = std::min(kPart, elements - begin);
+    const Tensor part = x.narrow(0, begin, count);
+    const Tensor bits = inside(part, static_cast<Mask>(mask), a, b).to(at::kByte);
+    const Tensor padded = at::constant_pad_nd(bits, {0, mask_bytes(count) * 8 - count});
+    Tensor bytes = result.narrow(0, begin / 8, mask_bytes(count));
+    at::sum_out(bytes, padded.view({-1, 8}).bitwise_left_shift_(place), {1}, /*keepdim=*/false, at::kByte);
+  }
+  return result;
 }
 
 std::tuple<Tensor, Tensor> mask_forward_with_aten(const Tensor& input, int64_t mask, double a, double b) {
@@ -60,7 +71,7 @@ std::tuple<Tensor, Tensor> mask_forward_with_aten(const Tensor& input, int64_t m
 
 Tensor mask_forward_in_place_with_aten(Tensor& input, int64_t mask, double a, double b) {
   Tensor bits = mask_pack_with_aten(input, mask, a, b);
-  input.copy_(stock_masked(input, static_cast<Mask>(mask), a, b));
+  masked::with_row(static_cast<Mask>(mask), [&]<typename Row>(Row) { return Row::value_(input, a, b); });
   return bits;
 }
 

@@ -1,9 +1,10 @@
 // The piecewise linear activations, which save one bit per element: a row each. Schemas (library.cpp), stock
 // operators and bits made by them (activation.cpp) and nodes (autograd/activation_masked.cpp) follow from it.
-// The kernels that make values and bits in one pass are in cpu/activation.cpp and cuda/kernels/activation.cu.
+// Kernels, where a row has some, are in cpu/activation.cpp and cuda/kernels/activation.cu.
 //
 // A row is a type with
-//     kMask             its number (core/mask.h)
+//     kMask             its number: one of core/mask.h, of which kernels make values and bits in one pass, or
+//                       another, such as Mask{5}
 //     kName, kNode      the operator's name and its node's
 //     kNumbers, kArguments  how many numbers follow the input (none where Row has it), as the schema says it
 //     value, value_     stock's function of the input and two numbers, and the one in place
@@ -142,7 +143,8 @@ Tensor with_row(Mask mask, const Use& use) {
   for_each_row([&]<typename One>(One row) {
     if (One::kMask == mask) made = use(row);
   });
-  TORCH_INTERNAL_ASSERT(made.defined());
+  TORCH_CHECK_VALUE(made.defined(), "patchconv: expected the number of an activation with bits, got ",
+                    static_cast<int64_t>(mask));
   return made;
 }
 

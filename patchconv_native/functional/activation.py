@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._library import plain_eager
 
@@ -144,3 +144,13 @@ def sigmoid(input: Tensor) -> Tensor:
 def tanh(input: Tensor) -> Tensor:
     """The hyperbolic tangent. Saves its output, unless its input can be made again."""
     return _ops.tanh.default(input) if plain_eager(input) else torch.tanh(input)
+
+
+# What an activation saves for backward -> torch's layers of it, which conversion replaces (../layers.py).
+LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
+    "one bit an element": (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid),
+    "its input, if the layer before it cannot make it again": (
+        nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus,
+    ),
+    "its output, if its input cannot be made again": (nn.Sigmoid, nn.Tanh),
+}  # fmt: skip

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.activations import ROWS
 from support.gradients import graded
 from support.threads import on_threads
 from torch import Tensor, nn
@@ -17,18 +19,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import patchconv_native as pc
 
 CALLS: dict[str, Any] = {
-    "F.relu": lambda x: F.relu(x), "F.relu in place": lambda x: F.relu(x, inplace=True),
+    f"F.{name} {arguments}": functools.partial(lambda x, row, given: row.function(x, *given), row=row, given=arguments)
+    for name, row in ROWS.items() for arguments in row.arguments
+} | {
+    "F.relu in place": lambda x: F.relu(x, inplace=True),
     "torch.relu": lambda x: torch.relu(x), "Tensor.relu": lambda x: x.relu(), "torch.relu_": lambda x: torch.relu_(x),
-    "Tensor.relu_": lambda x: x.relu_(), "F.leaky_relu": lambda x: F.leaky_relu(x, 0.2),
-    "F.leaky_relu_": lambda x: F.leaky_relu_(x, 0.2), "F.relu6": lambda x: F.relu6(x),
-    "F.hardtanh": lambda x: F.hardtanh(x, -0.5, 0.5), "F.hardtanh_": lambda x: F.hardtanh_(x, -0.5, 0.5),
-    "F.threshold": lambda x: F.threshold(x, 0.1, 2.0), "F.threshold_": lambda x: F.threshold_(x, 0.1, 2.0),
-    "F.hardsigmoid": lambda x: F.hardsigmoid(x), "F.silu": lambda x: F.silu(x), "F.gelu": lambda x: F.gelu(x),
-    "F.gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "F.hardswish": lambda x: F.hardswish(x),
-    "F.mish": lambda x: F.mish(x), "F.elu": lambda x: F.elu(x, 0.7), "F.selu": lambda x: F.selu(x),
-    "F.celu": lambda x: F.celu(x, 0.5), "F.softplus": lambda x: F.softplus(x, 2.0),
+    "Tensor.relu_": lambda x: x.relu_(),
+    "F.leaky_relu_": lambda x: F.leaky_relu_(x, 0.2),
+    "F.hardtanh_": lambda x: F.hardtanh_(x, -0.5, 0.5),
+    "F.threshold_": lambda x: F.threshold_(x, 0.1, 2.0),
     "torch.sigmoid": lambda x: torch.sigmoid(x), "Tensor.sigmoid": lambda x: x.sigmoid(),
-    "F.sigmoid": lambda x: F.sigmoid(x), "torch.tanh": lambda x: torch.tanh(x), "Tensor.tanh": lambda x: x.tanh(),
+    "torch.tanh": lambda x: torch.tanh(x), "Tensor.tanh": lambda x: x.tanh(),
     "F.prelu": lambda x: F.prelu(x, torch.full((4,), 0.3).to(x)),
     "F.max_pool2d": lambda x: F.max_pool2d(x, 2),
     "F.max_pool2d by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=1, padding=1),

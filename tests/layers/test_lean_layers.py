@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.activations import ROWS
 from support.copies import saved_and_loaded
 from support.counts import saved_bytes
 from support.pairs import pairwise
@@ -26,14 +27,10 @@ IMAGE, LINE, VOLUME = (2, 6, 9, 7), (2, 6, 11), (2, 4, 5, 6, 5)
 Case = tuple[type[nn.Module], tuple[Any, ...], dict[str, Any], tuple[int, ...]]
 
 POINTWISE: list[Case] = [
-    *((cls, (), {"inplace": inplace}, IMAGE) for cls in (nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Mish, nn.ELU,
-      nn.SELU, nn.CELU, nn.Hardsigmoid, nn.LeakyReLU, nn.Hardtanh) for inplace in (False, True)),
-    *((nn.Threshold, numbers, {"inplace": inplace}, IMAGE) for numbers in ((0.1, 0.0), (0.1, 7.0), (-0.3, -2.0))
-      for inplace in (False, True)),
-    (nn.LeakyReLU, (-0.5,), {}, IMAGE), (nn.LeakyReLU, (0.0,), {}, IMAGE), (nn.Hardtanh, (-0.5, 0.25), {}, IMAGE),
-    (nn.ELU, (0.3,), {}, LINE), (nn.CELU, (0.5,), {}, LINE), (nn.GELU, (), {}, IMAGE), (nn.GELU, ("tanh",), {}, IMAGE),
-    (nn.Softplus, (), {}, IMAGE), (nn.Softplus, (2.0, 3.0), {}, IMAGE), (nn.Sigmoid, (), {}, IMAGE),
-    (nn.Tanh, (), {}, IMAGE), (nn.PReLU, (), {}, IMAGE), (nn.PReLU, (6,), {}, IMAGE), (nn.PReLU, (), {}, (5,)),
+    *((row.layer, given, {"inplace": True} if inplace else {}, shape) for row in ROWS.values()
+      for given, shape in zip(row.arguments, itertools.cycle((IMAGE, LINE)))
+      for inplace in (False, True)[:1 + row.in_place]),
+    (nn.LeakyReLU, (-0.5,), {}, IMAGE), (nn.PReLU, (), {}, IMAGE), (nn.PReLU, (6,), {}, IMAGE), (nn.PReLU, (), {}, (5,)),
 ]  # fmt: skip
 POOLS: list[Case] = [
     *((cls, (), options, shape) for cls, shape in ((nn.MaxPool1d, LINE), (nn.MaxPool2d, IMAGE), (nn.MaxPool3d, VOLUME))
@@ -289,8 +286,9 @@ def test_dropout_in_place(device):
     assert y is x and set(y.unique().tolist()) == {0.0, 2.0}
 
 
-@pytest.mark.parametrize("cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.SiLU, nn.ELU, nn.Hardswish, nn.Mish])
-def test_in_place_is_in_place(device, cls):
+@pytest.mark.parametrize("row", [row for row in ROWS.values() if row.in_place], ids=lambda row: row.layer.__name__)
+def test_in_place_is_in_place(device, row):
+    cls = partial(row.layer, *row.arguments[0])
     x = torch.randn(3, 4, 5, device=device, requires_grad=True) * 1
     version = x._version
     y = pc.convert(cls(inplace=True))(x)

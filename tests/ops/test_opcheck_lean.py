@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.activations import ROWS
 from support.configurations import lay_out
 from support.pairs import pairwise
 from torch import Tensor
@@ -19,11 +20,7 @@ ops = torch.ops.patchconv
 Arguments = tuple[Any, ...] | Callable[[str], tuple[Any, ...]]
 IMAGE, LINE, VOLUME = (2, 4, 6, 5), (2, 4, 7), (1, 2, 4, 5, 4)
 UNARY: dict[str, tuple[tuple[int, ...], Arguments]] = {
-    **dict.fromkeys(
-        ("relu", "leaky_relu", "hardtanh", "hardsigmoid", "silu", "gelu", "hardswish", "elu", "softplus", "mish",
-         "sigmoid", "tanh"), (IMAGE, ()),
-    ),
-    "threshold": (IMAGE, (0.1, 2.0)),
+    **{name: (IMAGE, row.arguments[0]) for name, row in ROWS.items() if row.operator},
     "prelu": (IMAGE, lambda device: (torch.rand(4, device=device, requires_grad=True),)),
     "batch_norm": (IMAGE, lambda device: (*affine(device), None, None, True, 0.1, 1e-5)),
     "batch_norm_relu": (IMAGE, lambda device: (*affine(device), None, None, True, 0.1, 1e-5)),
