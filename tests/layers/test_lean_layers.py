@@ -30,7 +30,8 @@ POINTWISE: list[Case] = [
     *((row.layer, given, {"inplace": True} if inplace else {}, shape) for row in ROWS.values()
       for given, shape in zip(row.arguments, itertools.cycle((IMAGE, LINE)))
       for inplace in (False, True)[:1 + row.in_place]),
-    (nn.LeakyReLU, (-0.5,), {}, IMAGE), (nn.PReLU, (), {}, IMAGE), (nn.PReLU, (6,), {}, IMAGE), (nn.PReLU, (), {}, (5,)),
+    (nn.LeakyReLU, (-0.5,), {}, IMAGE),
+    (nn.PReLU, (), {}, IMAGE), (nn.PReLU, (6,), {}, IMAGE), (nn.PReLU, (), {}, (5,)),
 ]  # fmt: skip
 POOLS: list[Case] = [
     *((cls, (), options, shape) for cls, shape in ((nn.MaxPool1d, LINE), (nn.MaxPool2d, IMAGE), (nn.MaxPool3d, VOLUME))
