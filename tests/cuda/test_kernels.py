@@ -95,6 +95,7 @@ def tf32(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
+BY_SANITIZERS = pytest.mark.skipif(bool(kernels.HOW), reason="of the program with sanitizers")
 FAULTS = {
     "barrier": (0, "thread 0 waits at a barrier for threads that do not come"),
     "shuffle": (1, "thread 0 waits at a shuffle for threads that do not come"),
@@ -103,6 +104,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@BY_SANITIZERS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_executor_finds_faults(fault):
     number, text = FAULTS[fault]
@@ -110,6 +112,7 @@ def test_the_executor_finds_faults(fault):
         kernels.run([Call("selftest_fault", torch.float32, [number], [Memory(torch.zeros(96))])])
 
 
+@BY_SANITIZERS
 @pytest.mark.parametrize("number", [4, 5], ids=["never written", "not waited for"])
 def test_shared_memory_holds_what_was_written(number):
     """And no zeros elsewhere; nothing of an asynchronous copy before it is waited for."""

@@ -1,6 +1,7 @@
 #include "executor.h"
 
 #include "context.h"
+#include "races.h"
 
 #include <sys/mman.h>
 
@@ -45,6 +46,7 @@ struct Fiber {
   size_t bytes = 0;
   const char* what = "";
   Combine combine = nullptr;
+  bool orders_memory = false;
   const unsigned char* taken = nullptr;  // what all lanes passed, or what was combined from it
   std::deque<std::vector<Copy>> copies;  // groups that are under way, the newest last
   std::vector<Copy> uncommitted;
@@ -66,6 +68,7 @@ struct Machine {
   // Per warp: what its lanes passed to the last exchange, one after another.
   std::vector<std::vector<unsigned char>> brought;
   int64_t last_blocks = 0;
+  bool copies_at_once = false;
   std::mt19937 random{20240611};
 
   ~Machine() {
@@ -132,6 +135,11 @@ void resume(Fiber& fiber) {
   m.running = nullptr;
 }
 
+void write(const Copy& copy) {
+  std::memcpy(copy.to, copy.from, copy.filled);
+  std::memset(static_cast<char*>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+}
+
 Fiber& fiber_at(size_t i) {
   Machine& m = machine();
   while (m.fibers.size() <= i) {
@@ -176,6 +184,7 @@ void exchange(int begin, int end) {
     fiber.waits = Waits::kNothing;
   }
   if (first.combine != nullptr) first.combine(brought.data());
+  if (first.orders_memory) races::after_warp_barrier(begin / kWarp);
   for (int t = begin; t < end; ++t) fiber_at(t).taken = brought.data();
 }
 
@@ -197,13 +206,21 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
     fiber.copies.clear();
     fiber.uncommitted.clear();
   }
+  races::begin_block(m.shared, bytes, threads);
+  std::vector<int> warps(static_cast<size_t>((threads + kWarp - 1) / kWarp));
+  std::vector<int> lanes(kWarp);
+  std::iota(warps.begin(), warps.end(), 0);
+  std::iota(lanes.begin(), lanes.end(), 0);
   for (bool moved = true; moved;) {
     moved = false;
-    for (int begin = 0; begin < threads; begin += kWarp) {
-      const int end = std::min(begin + kWarp, threads);
+    std::shuffle(warps.begin(), warps.end(), m.random);
+    for (const int warp : warps) {
+      const int begin = warp * kWarp, end = std::min(begin + kWarp, threads);
       for (bool again = true; again;) {
-        for (int t = begin; t < end; ++t) {
-          if (fiber_at(t).waits != Waits::kNothing) continue;
+        std::shuffle(lanes.begin(), lanes.end(), m.random);
+        for (const int lane : lanes) {
+          const int t = begin + lane;
+          if (t >= end || fiber_at(t).waits != Waits::kNothing) continue;
           resume(fiber_at(t));
           moved = true;
           if (m.error) std::rethrow_exception(std::exchange(m.error, nullptr));
@@ -214,6 +231,7 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
     }
     if (all_wait(0, threads, Waits::kBlock)) {
       for (int t = 0; t < threads; ++t) fiber_at(t).waits = Waits::kNothing;
+      races::after_block_barrier();
       moved = true;
     }
   }
@@ -225,6 +243,8 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
       throw std::runtime_error("a thread ended with copies under way");
     }
   }
+  const std::string race = races::end_block();
+  if (!race.empty()) throw std::runtime_error(race);
   protect(m.shared_room.data(), m.shared_room.size(), false);
   for (size_t i = 1; i <= kGuard; ++i) {
     if (*(m.shared - i) != kPoison || m.shared[bytes + i - 1] != kPoison) {
@@ -235,14 +255,18 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
 
 }  // namespace
 
+bool in_a_thread() { return machine().running != nullptr; }
+
 const Place& here() { return machine().running->place; }
 
 void* shared_memory() { return machine().shared; }
 
 void block_barrier() { to_scheduler(Waits::kBlock); }
 
-const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes, Combine combine) {
+const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes, Combine combine,
+                                   bool orders_memory) {
   Fiber* self = machine().running;
+  self->orders_memory = orders_memory;
   self->what = what;
   self->combine = combine;
   self->brought = mine;
@@ -252,7 +276,10 @@ const unsigned char* warp_exchange(const char* what, const void* mine, size_t by
 }
 
 void start_copy(void* to, const void* from, size_t bytes, size_t filled) {
-  machine().running->uncommitted.push_back({to, from, bytes, filled});
+  const Copy copy{to, from, bytes, filled};
+  races::copy_begins(to, bytes);
+  if (machine().copies_at_once) write(copy);
+  machine().running->uncommitted.push_back(copy);
 }
 
 void end_copy_group() {
@@ -264,13 +291,14 @@ void finish_copies(size_t pending) {
   auto& copies = machine().running->copies;
   for (; copies.size() > pending; copies.pop_front()) {
     for (const Copy& copy : copies.front()) {
-      std::memcpy(copy.to, copy.from, copy.filled);
-      std::memset(static_cast<char*>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+      if (!machine().copies_at_once) write(copy);
+      races::copy_is_waited_for(copy.to, copy.bytes);
     }
   }
 }
 
 void run_last_blocks_only(int64_t count) { machine().last_blocks = count; }
+void copy_at_once(bool on) { machine().copies_at_once = on; }
 
 void run(int64_t blocks_x, int blocks_y, int threads, int64_t shared_bytes,
          const std::function<void()>& thread) {

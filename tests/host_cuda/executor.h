@@ -1,7 +1,7 @@
 // Runs kernels on a CPU: every thread of a block is a fiber, which runs until it has to wait for the others
-// of its warp or block. Blocks run one after another, in shuffled order. Shared memory is filled with a
-// pattern before each, to show reads of what the block did not write. A thread that waits for one that never
-// comes is an error.
+// of its warp or block. Blocks run one after another, in shuffled order, and so do the warps of a block and
+// the lanes of a warp. Shared memory is filled with a pattern before each, to show reads of what the block
+// did not write. A thread that waits for one that never comes is an error.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +16,7 @@ struct Place {
   int thread = 0, threads = 1;
 };
 
+bool in_a_thread();   // whether a fiber is running
 const Place& here();  // of the fiber that is running
 void* shared_memory();
 
@@ -23,15 +24,18 @@ void block_barrier();
 // An exchange between the lanes of a warp: each passes some bytes and gets those of all 32, one after
 // another, which stay valid until the next exchange. All must be at the same operation, `what`. If there is a
 // `combine`, it is called once and replaces these bytes by what the lanes are to get.
+// `orders_memory`: what a lane did to memory before it is done for all lanes after it.
 using Combine = void (*)(unsigned char* all);
 const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes,
-                                   Combine combine = nullptr);
+                                   Combine combine = nullptr, bool orders_memory = false);
 
-// Asynchronous copies: nothing arrives until the thread has waited for the group. Bytes beyond `filled` are
+// Asynchronous copies: they arrive when the thread waits for the group, or at once. Bytes beyond `filled` are
 // zeros.
 void start_copy(void* to, const void* from, size_t bytes, size_t filled);
 void end_copy_group();
 void finish_copies(size_t pending);  // until at most this many groups are incomplete
+
+void copy_at_once(bool on);
 
 // Which blocks run of each launch: all, or the last `count` (of each row), for grids too large to run whole.
 void run_last_blocks_only(int64_t count);  // 0: all

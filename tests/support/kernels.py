@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,10 +38,38 @@ def built(build: Path, *options: str, target: str = "all") -> Path:
     return build
 
 
+HOW = os.environ.get("PATCHCONV_HOST_CUDA", "")
+"""Which program runs the kernels: "" the one with sanitizers; "races" or "races at-once" the one that finds races, in
+which asynchronous copies arrive when they are waited for, or at once.
+"""
+
+
 @lru_cache(None)
-def program() -> Path:
+def program(races: bool = False) -> Path:
     """The program, built once."""
+    if races:
+        return built(ROOT / "build" / "host_races", target="host_races") / "host_races"
     return built(ROOT / "build" / "host_cuda") / "host_cuda"
+
+
+def with_kernel(source: str, text: str, folder: Path) -> Path:
+    """The program that finds races, with `text` in place of this file of csrc/cuda/kernels."""
+    build = program(races=True).parent
+    commands = json.loads((build / "compile_commands.json").read_text())
+    of_source = [e for e in commands if e["file"].endswith(f"/kernels/{source}")]
+    (entry,) = [e for e in of_source if "kernels_seen.dir" in e["command"]]
+    mine, compiled = folder / source, folder / "kernel.o"
+    mine.write_text(text)
+    words = shlex.split(entry["command"])
+    replaced = build / words[words.index("-o") + 1]
+    words[words.index("-o") + 1], words[words.index(entry["file"])] = str(compiled), str(mine)
+    objects = [str(path) for path in build.rglob("*.o") if path != replaced]
+    objects = [path for path in objects if "kernels_seen.dir" in path or "host_races.dir" in path]
+    found = folder / "host_races"
+    for command in (words, ["c++", *objects, str(compiled), "-o", str(found)]):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=entry["directory"])
+        assert done.returncode == 0, done.stderr
+    return found
 
 
 class Fault(AssertionError):
@@ -81,8 +111,10 @@ class Call:
         return " ".join([*map(str, words), str(len(self.buffers)), *(memory.words() for memory in self.buffers)])
 
 
-def run(calls: Sequence[Call]) -> list[list[Tensor | None]]:
-    """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see."""
+def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None) -> list[list[Tensor | None]]:
+    """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see. by: the
+    program, if it is another one.
+    """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "cases.txt").write_text("".join(call.line() + "\n" for call in calls))
@@ -91,7 +123,8 @@ def run(calls: Sequence[Call]) -> list[list[Tensor | None]]:
                 for memory in call.buffers:
                     if memory.values is not None:
                         data.write(_bytes(memory.values))
-        done = subprocess.run([str(program()), folder], capture_output=True, text=True)
+        command = [str(by or program(how.startswith("races"))), folder, *how.split()[1:]]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise Fault(done.stderr)
         result = memoryview((place / "result").read_bytes())

@@ -9,6 +9,7 @@
 
 #include "cuda/kernels/stream.h"
 #include "executor.h"
+#include "races.h"
 
 #define __global__
 #define __device__
@@ -33,7 +34,7 @@ PATCHCONV_DEVICE T* shared_memory() {
 PATCHCONV_DEVICE void block_barrier() { host_cuda::block_barrier(); }
 PATCHCONV_DEVICE void warp_barrier() {
   const char nothing = 0;
-  host_cuda::warp_exchange("a warp's barrier", &nothing, 1);
+  host_cuda::warp_exchange("a warp's barrier", &nothing, 1, nullptr, /*orders_memory=*/true);
 }
 // The value that lane `from` passed to an exchange.
 template <typename T>
@@ -73,6 +74,7 @@ template <bool kTransposed>
 PATCHCONV_DEVICE void load_matrices(uint32_t (&to)[4], const void* row) {
   if (reinterpret_cast<uintptr_t>(row) % 16 != 0)
     throw LaunchError("a matrix row that is not aligned to 16 bytes");
+  host_cuda::races::read(row, 16);
   struct Mine {
     const void* row;
     uint32_t to[4];
