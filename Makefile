@@ -56,6 +56,8 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 WORKERS ?= $(shell [ $(CORES) -lt 4 ] && echo $(CORES) || echo 4)
 THREADS ?= $(shell expr $(CORES) / $(WORKERS))
 PYTEST_ARGS ?=
+KERNEL_TESTS = tests/cuda/test_conv_kernels.py tests/cuda/test_conv_weight_kernels.py tests/cuda/test_kernels.py \
+  tests/cuda/test_layer_norm_kernels.py tests/cuda/test_norm_kernels.py
 RUN_TESTS = OMP_NUM_THREADS=$(THREADS) $(PY) -m pytest -n $(WORKERS) --dist worksteal
 CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -75,6 +77,8 @@ test: build $(TEST_STAMP) $(DEMO_STAMP) ## every kind of test, the C++ ones too 
 
 check: build $(TEST_STAMP) $(DEMO_STAMP) $(MODEL_STAMP) ## every test at full width, and every model family: hours
 	PATCHCONV_FULL_TESTS=1 PATCHCONV_ALL_MODELS=1 $(RUN_TESTS) $(PYTEST_ARGS)
+	PATCHCONV_HOST_CUDA=races $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
+	PATCHCONV_HOST_CUDA="races at-once" $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
 
 build: $(TORCH_STAMP) ## the extension, in place; recompiles what changed
 	$(PY) setup.py --quiet build_ext --inplace

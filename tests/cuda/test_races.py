@@ -101,7 +101,8 @@ MISTAKES = {
     ),
     "a ring one stage short": Mistake("conv_tiles.cu", fewer_stages, tiles),
     "one tile in place of two": Mistake(
-        "conv_tiles.cu", instead("char* other = tile == halos ? halos + halo_bytes : halos;", "char* other = tile;"),
+        "conv_tiles.cu",
+        instead("char* other = tile == halos ? halos + halo_bytes : halos;", "char* other = tile;"),
         tiles,
     ),
     "no barrier before the results": Mistake("conv_tiles.cu", without("  block_barrier();\n", "  float* stage"), tiles),
@@ -109,11 +110,15 @@ MISTAKES = {
         "conv_tiles.cu", without("    warp_barrier();\n", "    const int first = down"), tiles
     ),
     "no warp barrier after a store": Mistake("conv_tiles.cu", without("    warp_barrier();\n", "  }\n}"), tiles),
-    "no barrier between segments": Mistake("conv_weight.cu", without("      block_barrier();\n", "      fetch("), weight),
-    "no barrier between planes": Mistake(
-        "conv_depthwise.cu", without("    block_barrier();  // the values of the last plane have been used\n"), depthwise
+    "no barrier between segments": Mistake(
+        "conv_weight.cu", without("      block_barrier();\n", "      fetch("), weight
     ),
-}  # fmt: skip
+    "no barrier between planes": Mistake(
+        "conv_depthwise.cu",
+        without("    block_barrier();  // the values of the last plane have been used\n"),
+        depthwise,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
