@@ -56,8 +56,9 @@ TORCH_LIBRARY(patchconv, m) {
     m.def((name + "(Tensor input" + arguments + ") -> Tensor").c_str());
     if (in_place) m.def((name + "_(Tensor(a!) input" + arguments + ") -> Tensor(a!)").c_str());
   };
-  patchconv::masked::for_each_row(
-      [&]<typename Row>(Row) { activation(Row::kName, Row::kArguments, /*in_place=*/true); });
+  patchconv::masked::for_each_row([&]<typename Row>(Row) {
+    activation(Row::kName, Row::kArguments, patchconv::masked::has_in_place<Row>);
+  });
   patchconv::smooth::for_each_row([&]<typename Row>(Row) {
     activation(Row::kName, Row::kArguments, patchconv::smooth::has_operator_in_place<Row>);
   });

@@ -107,6 +107,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
         table[place.sigmoid] = functional.sigmoid
         table[place.tanh] = functional.tanh
         table[place.prelu] = functional.prelu
+        table[place.hardshrink] = functional.hardshrink
         table[place.add] = _of_two_tensors(functional.add, place.add)
         table[place.mul] = _of_two_tensors(functional.mul, place.mul)
         table[place.multiply] = _of_two_tensors(functional.mul, place.multiply)

@@ -71,7 +71,7 @@ class MaskedBackward final : public ActivationNode {
     return ActivationNode::rebuild();
   }
   Tensor apply_to(const Tensor& x) override { return Row::value(x, a, b); }
-  void apply_to_(Tensor& x) override { Row::value_(x, a, b); }
+  void apply_to_(Tensor& x) override { masked::write_over<Row>(x, a, b); }
 };
 
 template <typename Row>
@@ -179,7 +179,8 @@ Tensor prelu(const Tensor& x, const Tensor& parameter) {
 TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("_mask_backward", &mask_backward_autograd);
   masked::for_each_row([&]<typename Row>(Row) {
-    masked::register_row<Row, masked_activation<Row>, masked_activation_<Row>>(m);
+    masked::register_row<Row, masked_activation<Row>>(m);
+    if constexpr (masked::has_in_place<Row>) masked::register_row_in_place<Row, masked_activation_<Row>>(m);
   });
   m.impl("prelu", &prelu);
 }

@@ -27,18 +27,20 @@ namespace {
 
 Tensor flat(const Tensor& dense) { return dense.as_strided({dense.numel()}, {1}); }
 
-// Stock's threshold is rounded to the tensor's type on CUDA, and there alone.
-double threshold_of(const Tensor& input, double a) {
-  if (!input.is_cuda() || !at::isReducedFloatingType(input.scalar_type())) return a;
+double rounded_as(const Tensor& input, double a) {
+  if (!at::isReducedFloatingType(input.scalar_type())) return a;
   return input.scalar_type() == at::kHalf ? static_cast<double>(static_cast<at::Half>(a))
                                           : static_cast<double>(static_cast<at::BFloat16>(a));
 }
 
 Tensor inside(const Tensor& input, Mask mask, double a, double b) {
-  // Stock compares in float32, with limits that are not rounded to half precision.
+  // Stock compares in float32, most with limits that are not rounded to half precision.
   const Tensor x = at::isReducedFloatingType(input.scalar_type()) ? input.to(at::kFloat) : input;
-  if (mask == Mask::kThreshold) a = threshold_of(input, a);
-  return masked::with_row(mask, [&]<typename Row>(Row) { return Row::inside(x, a, b); });
+  return masked::with_row(mask, [&]<typename Row>(Row) {
+    // Stock's threshold is rounded to the tensor's type on CUDA, and there alone.
+    const bool rounded = Row::kRoundedNumber || (Row::kMask == Mask::kThreshold && input.is_cuda());
+    return Row::inside(x, rounded ? rounded_as(input, a) : a, b);
+  });
 }
 
 Tensor stock_masked(const Tensor& x, Mask mask, double a, double b) {
@@ -71,7 +73,8 @@ std::tuple<Tensor, Tensor> mask_forward_with_aten(const Tensor& input, int64_t m
 
 Tensor mask_forward_in_place_with_aten(Tensor& input, int64_t mask, double a, double b) {
   Tensor bits = mask_pack_with_aten(input, mask, a, b);
-  masked::with_row(static_cast<Mask>(mask), [&]<typename Row>(Row) { return Row::value_(input, a, b); });
+  masked::with_row(static_cast<Mask>(mask),
+                   [&]<typename Row>(Row) { return masked::write_over<Row>(input, a, b); });
   return bits;
 }
 
@@ -120,7 +123,10 @@ TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
 }
 
 void stock_activations(torch::Library& m) {
-  masked::for_each_row([&]<typename Row>(Row) { masked::register_row<Row, Row::value, Row::value_>(m); });
+  masked::for_each_row([&]<typename Row>(Row) {
+    masked::register_row<Row, Row::value>(m);
+    if constexpr (masked::has_in_place<Row>) masked::register_row_in_place<Row, Row::value_>(m);
+  });
   m.impl("prelu", TORCH_FN(at::prelu));
   smooth::for_each_row([&]<typename Row>(Row) {
     m.impl(Row::kName, +Row::value);

@@ -7,19 +7,24 @@
 //                       another, such as Mask{5}
 //     kName, kNode      the operator's name and its node's
 //     kNumbers, kArguments  how many numbers follow the input (none where Row has it), as the schema says it
-//     value, value_     stock's function of the input and two numbers, and the one in place
+//     value, value_     stock's function of the input and two numbers, and the one in place, if it has one
 //     inside            where the bit is 1
+//     kRoundedNumber    whether stock rounds the first number to the input's type before it compares
 //     output_tells      whether the output shows the bit: then from_output is the gradient by the output
 //     slope_inside, slope_outside   what a gradient is multiplied with
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/hardshrink.h>
+#include <ATen/ops/hardshrink_backward.h>
 #include <ATen/ops/hardsigmoid.h>
 #include <ATen/ops/hardtanh.h>
 #include <ATen/ops/hardtanh_backward.h>
 #include <ATen/ops/leaky_relu.h>
 #include <ATen/ops/leaky_relu_backward.h>
 #include <ATen/ops/relu.h>
+#include <ATen/ops/softshrink.h>
+#include <ATen/ops/softshrink_backward.h>
 #include <ATen/ops/threshold.h>
 #include <ATen/ops/threshold_backward.h>
 #include <torch/library.h>
@@ -39,6 +44,7 @@ using at::Tensor;
 struct Row {
   static constexpr int kNumbers = 0;
   static constexpr const char* kArguments = "";
+  static constexpr bool kRoundedNumber = false;
   static double slope_inside() { return 1; }
   static double slope_outside(double) { return 0; }
 };
@@ -128,7 +134,60 @@ struct Hardsigmoid : Row {
   static double slope_inside() { return 1.0F / 6; }
 };
 
-using Rows = std::tuple<Relu, LeakyRelu, Hardtanh, Threshold, Hardsigmoid>;
+struct Softshrink : Row {
+  static constexpr Mask kMask = Mask{5};
+  static constexpr const char* kName = "softshrink";
+  static constexpr const char* kNode = "patchconv::SoftshrinkBackward";
+  static constexpr int kNumbers = 1;
+  static constexpr const char* kArguments = ", Scalar lambd=0.5";
+  static constexpr bool kRoundedNumber = true;
+  static Tensor value(const Tensor& x, const Scalar& lambd, const Scalar&) {
+    return at::softshrink(x, lambd);
+  }
+  // What stock's vectors on the CPU make of NaN, a gradient of 0, depends on the element's place.
+  static Tensor inside(const Tensor& x, double lambd, double) {
+    return x.ge(-lambd).logical_and_(x.le(lambd)).logical_not_();
+  }
+  static bool output_tells(double lambd, double) { return lambd >= 0; }  // by not being 0
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double, double) {
+    return at::softshrink_backward(grad, y, 0);
+  }
+};
+
+struct Hardshrink : Row {
+  static constexpr Mask kMask = Mask{6};
+  static constexpr const char* kName = "hardshrink";
+  static constexpr const char* kNode = "patchconv::HardshrinkBackward";
+  static constexpr int kNumbers = 1;
+  static constexpr const char* kArguments = ", Scalar lambd=0.5";
+  static constexpr bool kRoundedNumber = true;
+  static Tensor value(const Tensor& x, const Scalar& lambd, const Scalar&) {
+    return at::hardshrink(x, lambd);
+  }
+  // What stock's vectors on the CPU make of NaN, a gradient of 0, depends on the element's place.
+  static Tensor inside(const Tensor& x, double lambd, double) {
+    return x.ge(-lambd).logical_and_(x.le(lambd)).logical_not_();
+  }
+  static bool output_tells(double lambd, double) { return lambd >= 0; }  // by not being 0
+  static Tensor from_output(const Tensor& grad, const Tensor& y, double, double) {
+    return at::hardshrink_backward(grad, y, 0);
+  }
+};
+
+using Rows = std::tuple<Relu, LeakyRelu, Hardtanh, Threshold, Hardsigmoid, Softshrink, Hardshrink>;
+
+template <typename Row>
+constexpr bool has_in_place = requires { Row::value_; };
+
+// Writes the values over the input.
+template <typename Row>
+Tensor& write_over(Tensor& x, const Scalar& a, const Scalar& b) {
+  if constexpr (has_in_place<Row>) {
+    return Row::value_(x, a, b);
+  } else {
+    return x.copy_(Row::value(x, a, b));
+  }
+}
 
 // Calls `use` with each row.
 template <typename Use>
@@ -148,21 +207,30 @@ Tensor with_row(Mask mask, const Use& use) {
   return made;
 }
 
-// Registers a row's operator and the one in place: kForward and kInPlace are functions of the input and two
-// numbers, of which the operators take as many as the row says.
-template <typename Activation, auto kForward, auto kInPlace>
+// Registers a row's operator. kForward is a function of the input and two numbers, of which the operator
+// takes as many as the row says.
+template <typename Activation, auto kForward>
 void register_row(torch::Library& m) {
-  const std::string in_place = std::string(Activation::kName) + "_";
   if constexpr (Activation::kNumbers == 0) {
     m.impl(Activation::kName, [](const Tensor& x) { return kForward(x, 0, 0); });
-    m.impl(in_place.c_str(), [](Tensor& x) -> Tensor& { return kInPlace(x, 0, 0); });
   } else if constexpr (Activation::kNumbers == 1) {
     m.impl(Activation::kName, [](const Tensor& x, const Scalar& a) { return kForward(x, a, 0); });
-    m.impl(in_place.c_str(), [](Tensor& x, const Scalar& a) -> Tensor& { return kInPlace(x, a, 0); });
   } else {
     m.impl(Activation::kName,
            [](const Tensor& x, const Scalar& a, const Scalar& b) { return kForward(x, a, b); });
-    m.impl(in_place.c_str(),
+  }
+}
+
+// Registers the operator in place of a row that has one; kInPlace is as kForward above.
+template <typename Activation, auto kInPlace>
+void register_row_in_place(torch::Library& m) {
+  const std::string name = std::string(Activation::kName) + "_";
+  if constexpr (Activation::kNumbers == 0) {
+    m.impl(name.c_str(), [](Tensor& x) -> Tensor& { return kInPlace(x, 0, 0); });
+  } else if constexpr (Activation::kNumbers == 1) {
+    m.impl(name.c_str(), [](Tensor& x, const Scalar& a) -> Tensor& { return kInPlace(x, a, 0); });
+  } else {
+    m.impl(name.c_str(),
            [](Tensor& x, const Scalar& a, const Scalar& b) -> Tensor& { return kInPlace(x, a, b); });
   }
 }

@@ -17,10 +17,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/elu.h>
 #include <ATen/ops/elu_backward.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/hardswish_backward.h>
+#include <ATen/ops/log_sigmoid.h>
+#include <ATen/ops/log_sigmoid_backward.h>
+#include <ATen/ops/log_sigmoid_forward.h>
 #include <ATen/ops/mish.h>
 #include <ATen/ops/mish_backward.h>
 #include <ATen/ops/sigmoid.h>
@@ -118,6 +122,19 @@ struct Softplus {
   }
 };
 
+// On the CPU stock also saves exp(-abs(x)). It is made again here, by the function that makes it.
+struct LogSigmoid {
+  static constexpr const char* kName = "logsigmoid";
+  static constexpr const char* kNode = "patchconv::LogSigmoidBackward";
+  static constexpr const char* kArguments = "";
+  static Tensor value(const Tensor& x) { return at::log_sigmoid(x); }
+  static Tensor gradient(const Tensor& grad, const Tensor& x) {
+    const Tensor exponentials =
+        x.is_cuda() ? at::empty({0}, x.options()) : std::get<1>(at::log_sigmoid_forward(x.detach()));
+    return at::log_sigmoid_backward(grad, x, exponentials);
+  }
+};
+
 struct Mish {
   static constexpr const char* kName = "mish";
   static constexpr const char* kNode = "patchconv::MishBackward";
@@ -151,7 +168,7 @@ struct Tanh {
   static Tensor gradient(const Tensor& grad, const Tensor& y) { return at::tanh_backward(grad, y); }
 };
 
-using Rows = std::tuple<Silu, Gelu, Hardswish, Elu, Softplus, Mish, Sigmoid, Tanh>;
+using Rows = std::tuple<Silu, Gelu, Hardswish, Elu, Softplus, LogSigmoid, Mish, Sigmoid, Tanh>;
 
 template <typename Row>
 constexpr bool from_output = requires { Row::kFromOutput; };

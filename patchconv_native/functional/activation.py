@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .._library import plain_eager
 
 __all__ = [
-    "celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "prelu", "relu", "relu6",
-    "selu", "sigmoid", "silu", "softplus", "tanh", "threshold",
+    "celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
+    "prelu", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "tanh", "threshold",
 ]  # fmt: skip
 
 _ops = torch.ops.patchconv
@@ -43,6 +43,9 @@ _leaky_relu = _activation("leaky_relu", F.leaky_relu)
 _hardtanh = _activation("hardtanh", F.hardtanh)
 _threshold = _activation("threshold", F.threshold)
 _hardsigmoid = _activation("hardsigmoid", F.hardsigmoid)
+_softshrink = _activation("softshrink", F.softshrink)
+_hardshrink = _activation("hardshrink", F.hardshrink)
+_logsigmoid = _activation("logsigmoid", F.logsigmoid)
 _silu = _activation("silu", F.silu)
 _hardswish = _activation("hardswish", F.hardswish)
 _mish = _activation("mish", F.mish)
@@ -78,6 +81,16 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
 def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     """relu6(input + 3) / 6. Saves one bit an element."""
     return _hardsigmoid(input, inplace=inplace)
+
+
+def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """input moved by lambd toward 0, and 0 where it is in [-lambd, lambd]. Saves one bit an element."""
+    return _softshrink(input, lambd)
+
+
+def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """input, and 0 where it is in [-lambd, lambd]. Saves one bit an element."""
+    return _hardshrink(input, lambd)
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
@@ -136,6 +149,11 @@ def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tenso
     return _ops.softplus.default(input, beta, threshold) if served else F.softplus(input, beta, threshold)
 
 
+def logsigmoid(input: Tensor) -> Tensor:
+    """log(sigmoid(input)). Saves its input."""
+    return _logsigmoid(input)
+
+
 def sigmoid(input: Tensor) -> Tensor:
     """1 / (1 + exp(-input)). Saves its output, unless its input can be made again."""
     return _ops.sigmoid.default(input) if plain_eager(input) else torch.sigmoid(input)
@@ -148,9 +166,12 @@ def tanh(input: Tensor) -> Tensor:
 
 # What an activation saves for backward -> torch's layers of it, which conversion replaces (../layers.py).
 LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
-    "one bit an element": (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid),
+    "one bit an element": (
+        nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid, nn.Softshrink, nn.Hardshrink,
+    ),
     "its input, if the layer before it cannot make it again": (
         nn.PReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish, nn.ELU, nn.SELU, nn.CELU, nn.Softplus,
+        nn.LogSigmoid,
     ),
     "its output, if its input cannot be made again": (nn.Sigmoid, nn.Tanh),
 }  # fmt: skip

@@ -149,6 +149,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda x: F.hardtanh(x, -NUMBER, NUMBER),
     "threshold": lambda x: F.threshold(x, NUMBER, NUMBER),
     "softplus": lambda x: F.softplus(x, NUMBER),
+    "softshrink": lambda x: F.softshrink(x, NUMBER),
+    "hardshrink": lambda x: F.hardshrink(x, NUMBER),
     "add": lambda x: torch.add(x, x, alpha=NUMBER),
     "avg_pool2d": lambda x: F.avg_pool2d(x, torch.tensor(2)),
     "max_pool2d": lambda x: F.max_pool2d(x, torch.tensor(2)),

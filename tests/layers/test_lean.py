@@ -30,6 +30,7 @@ CALLS: dict[str, Any] = {
     "F.threshold_": lambda x: F.threshold_(x, 0.1, 2.0),
     "torch.sigmoid": lambda x: torch.sigmoid(x), "Tensor.sigmoid": lambda x: x.sigmoid(),
     "torch.tanh": lambda x: torch.tanh(x), "Tensor.tanh": lambda x: x.tanh(),
+    "torch.hardshrink": lambda x: torch.hardshrink(x, 0.3), "Tensor.hardshrink": lambda x: x.hardshrink(0.3),
     "F.prelu": lambda x: F.prelu(x, torch.full((4,), 0.3).to(x)),
     "F.max_pool2d": lambda x: F.max_pool2d(x, 2),
     "F.max_pool2d by name": lambda x: F.max_pool2d(input=x, kernel_size=3, stride=1, padding=1),
@@ -182,7 +183,8 @@ def test_arguments_that_stock_takes():
     three = np.int64(3)
     calls: list[Any] = [
         lambda: torch.sigmoid(x, out=out), lambda: torch.tanh(x, out=out),
-        lambda: torch.threshold(x, 0.1, 2.0, out=out),
+        lambda: torch.threshold(x, 0.1, 2.0, out=out), lambda: torch.hardshrink(x, out=out),
+        lambda: torch._C._nn.log_sigmoid(x, out=out), lambda: torch._C._nn.softshrink(x, out=out),
         lambda: torch._C._nn.gelu(x, out=out), lambda: torch.add(x, x, alpha=2, out=out), lambda: torch.mul(x, 2),
         lambda: torch.cat([x, x], 1, out=torch.empty(0, dtype=x.dtype)), lambda: F.max_pool2d(x, three, three),
         lambda: F.avg_pool2d(x, three), lambda: F.group_norm(x[:, :, 0, 0], 4), lambda: F.pad(x, [1, 1], value=None),

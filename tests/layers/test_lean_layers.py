@@ -186,21 +186,26 @@ def test_norms_are_as_exact_as_stock(device, case, dtype, layout, mode):
         assert error <= bound, f"{error:.3e}, stock {stock_error:.3e}"
 
 
-SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 6.0, 3.0, -3.0, 1.0, -1.0, 0.1]
+SPECIAL = [
+    float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 6.0, 3.0, -3.0, 1.0, -1.0, 0.1, 0.5, -0.5,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize(
-    "cls", [nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid], ids=lambda c: c.__name__
-)
+    "cls,inplace",
+    [(cls, inplace) for cls in (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Hardsigmoid)
+     for inplace in (False, True)] + [(nn.Softshrink, False), (nn.Hardshrink, False), (nn.LogSigmoid, False)],
+)  # fmt: skip
 def test_special_values(device, cls, dtype, inplace):
-    # What becomes of NaN in stock's Hardtanh depends on the element's place: 0 where vectors do it, grad elsewhere.
-    values = SPECIAL[1:] if issubclass(cls, nn.Hardtanh) else SPECIAL
+    # What becomes of NaN in these depends on the element's place: 0 where stock's vectors do it, grad elsewhere.
+    by_place = nn.Hardtanh, nn.Softshrink, nn.Hardshrink
+    values = SPECIAL[1:] if issubclass(cls, by_place) else SPECIAL
+    cls = partial(cls, inplace=True) if inplace else cls
     x = torch.tensor(values * 6, dtype=dtype, device=device)
     for count in (0, 1, 7, 8, 9, 13, 65):
         results = []
-        for module in (cls(inplace=inplace), pc.convert(cls(inplace=inplace))):
+        for module in (cls(), pc.convert(cls())):
             leaf = x[:count].clone().requires_grad_()
             y = module(leaf * 1)
             grad = torch.linspace(-2, 2, count, dtype=dtype, device=device)
@@ -215,7 +220,9 @@ def test_special_values(device, cls, dtype, inplace):
 BYTES: list[tuple[Case, float]] = [
     ((nn.ReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.ReLU6, (), {"inplace": True}, (2, 8, 16, 16)), 1 / 32),
     ((nn.LeakyReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Hardsigmoid, (), {}, (2, 8, 16, 16)), 1 / 32),
-    ((nn.Threshold, (0.1, 9.0), {}, (2, 8, 16, 16)), 1 / 32), ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1),
+    ((nn.Threshold, (0.1, 9.0), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Softshrink, (), {}, (2, 8, 16, 16)), 1 / 32),
+    ((nn.Hardshrink, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.LogSigmoid, (), {}, (2, 8, 16, 16)), 1),
+    ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1),
     ((nn.Sigmoid, (), {}, (2, 8, 16, 16)), 1), ((nn.MaxPool2d, (2,), {}, (2, 8, 16, 16)), 1 / 16),
     ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)),
     ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),

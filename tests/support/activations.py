@@ -30,6 +30,8 @@ ROWS = {
     "hardtanh": Row(nn.Hardtanh, F.hardtanh, ((-0.5, 0.5), (), (-0.5, 0.25))),
     "threshold": Row(nn.Threshold, F.threshold, ((0.1, 2.0), (0.1, 0.0), (0.1, 7.0), (-0.3, -2.0))),
     "hardsigmoid": Row(nn.Hardsigmoid, F.hardsigmoid),
+    "softshrink": Row(nn.Softshrink, F.softshrink, ((0.1,), (), (0.0,)), in_place=False),
+    "hardshrink": Row(nn.Hardshrink, F.hardshrink, ((0.1,), (), (0.0,), (-0.1,)), in_place=False),
     # The input.
     "silu": Row(nn.SiLU, F.silu),
     "gelu": Row(nn.GELU, lambda x, approximate="none": F.gelu(x, approximate=approximate), ((), ("tanh",)),
@@ -40,6 +42,7 @@ ROWS = {
     "selu": Row(nn.SELU, F.selu, operator=False),
     "celu": Row(nn.CELU, F.celu, ((0.5,), ()), operator=False),
     "softplus": Row(nn.Softplus, F.softplus, ((2.0, 3.0), ()), in_place=False),
+    "logsigmoid": Row(nn.LogSigmoid, F.logsigmoid, in_place=False),
     # The output.
     "sigmoid": Row(nn.Sigmoid, F.sigmoid, in_place=False),
     "tanh": Row(nn.Tanh, F.tanh, in_place=False),
