@@ -12,6 +12,13 @@ using at::Tensor;
 
 namespace {
 
+// The gradient in the input's layout. In another one stock's batch norm is wrong for one image in
+// channels_last whose strides are those that view() gives.
+Tensor in_layout_of(const Tensor& input, const Tensor& grad) {
+  const auto last = input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+  return (input.dim() == 4 || input.dim() == 5) && input.is_contiguous(last) ? grad.contiguous(last) : grad;
+}
+
 class BatchNormBackward final : public NormNode {
  public:
   BatchNormBackward() : NormNode("patchconv::BatchNormBackward") {}
@@ -32,16 +39,17 @@ class BatchNormBackward final : public NormNode {
     const Tensor average = mean.get(*this), variance = deviation.get(*this), w = get_weight();
     if (keeps_input) {
       if (at::GradMode::is_enabled()) {
-        return recorded(grad, [&](const Tensor& x, const Tensor& scale, const Tensor& shift) {
-          // Parameters in the dtype of the statistics: with parameters in half precision, stock would want
-          // statistics in half precision too.
-          const auto dtype = average.scalar_type();
-          const Tensor z =
-              at::batch_norm(x, scale.defined() ? scale.to(dtype) : scale,
-                             shift.defined() ? shift.to(dtype) : shift, training ? Tensor() : average,
-                             training ? Tensor() : variance, training, 0, eps, /*cudnn_enabled=*/false);
-          return stock_activation(z, activation);
-        });
+        return recorded(in_layout_of(input.get(*this), grad),
+                        [&](const Tensor& x, const Tensor& scale, const Tensor& shift) {
+                          // Parameters in the dtype of the statistics: with parameters in half precision,
+                          // stock would want statistics in half precision too.
+                          const auto dtype = average.scalar_type();
+                          const Tensor z = at::batch_norm(
+                              x, scale.defined() ? scale.to(dtype) : scale,
+                              shift.defined() ? shift.to(dtype) : shift, training ? Tensor() : average,
+                              training ? Tensor() : variance, training, 0, eps, /*cudnn_enabled=*/false);
+                          return stock_activation(z, activation);
+                        });
       }
       const Tensor x = input.get(*this);
       const OptionalTensor scale = if_defined(w), shift = if_defined(get_bias());

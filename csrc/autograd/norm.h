@@ -17,13 +17,6 @@ inline bool use_norm_node(const at::Tensor& input, const OptionalTensor& weight,
          !has_tangent(bias);
 }
 
-// The gradient in the input's layout. In another one stock's batch norm is wrong for one image in
-// channels_last whose strides are those that view() gives.
-inline at::Tensor in_layout_of(const at::Tensor& input, const at::Tensor& grad) {
-  const auto last = input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
-  return (input.dim() == 4 || input.dim() == 5) && input.is_contiguous(last) ? grad.contiguous(last) : grad;
-}
-
 // What the norms share: an input, an affine map, and which of the three have edges.
 class NormNode : public LeanNode {
  public:
@@ -84,7 +77,7 @@ class NormNode : public LeanNode {
       if (want[i]) inputs.push_back(all[i]);
     }
     const variable_list grads =
-        torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {in_layout_of(given[0], grad)},
+        torch::autograd::grad({forward(all[0], all[1], all[2])}, inputs, {grad},
                               /*retain_graph=*/create_graph, create_graph, /*allow_unused=*/true);
     size_t next = 0;
     for (size_t i = 0; i < 3; ++i) {

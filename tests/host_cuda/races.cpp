@@ -158,12 +158,12 @@ void write(const void* to, size_t bytes) {
 
 // What -fsanitize=thread has code call. Nothing may be thrown here: compilers take these for calls that do
 // not throw.
-#define HOST_CUDA_ACCESS(SIZE)                                                                      \
-  void __tsan_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }                            \
-  void __tsan_write##SIZE(void* at) { host_cuda::races::write(at, SIZE); }                          \
-  void __tsan_unaligned_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }                  \
-  void __tsan_unaligned_write##SIZE(void* at) { host_cuda::races::write(at, SIZE); }                \
-  void __tsan_volatile_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }                   \
+#define HOST_CUDA_ACCESS(SIZE)                                                       \
+  void __tsan_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }             \
+  void __tsan_write##SIZE(void* at) { host_cuda::races::write(at, SIZE); }           \
+  void __tsan_unaligned_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }   \
+  void __tsan_unaligned_write##SIZE(void* at) { host_cuda::races::write(at, SIZE); } \
+  void __tsan_volatile_read##SIZE(void* at) { host_cuda::races::read(at, SIZE); }    \
   void __tsan_volatile_write##SIZE(void* at) { host_cuda::races::write(at, SIZE); }
 
 extern "C" {
