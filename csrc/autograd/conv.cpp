@@ -165,6 +165,11 @@ class ConvReluBackward final : public LeanNode {
   void output_was_saved() override { bits.release(); }
 };
 
+// Those that a call with these parts returns beside `y`.
+Tensor bits_of(const Tensor& y, const FusedParts& parts) {
+  return parts.mask && parts.relu ? mask_pack(y.detach(), Mask::kRelu, 0, 0) : no_bits(y);
+}
+
 struct AutogradRoom {
   static Tensor forward(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& bias) {
@@ -180,17 +185,16 @@ struct AutogradRoom {
   }
 
   static ConvGrads backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
-    if (has_tangent(args.grad_output) || has_tangent(args.input) || has_tangent(args.weight))
-      return stock_conv_backward(spec, args);
+    const bool tangent = has_tangent(args.grad_output) || has_tangent(args.input) || has_tangent(args.weight);
+    const bool recorded = needs_node(args.grad_output, or_none(args.input), or_none(args.weight));
+    if (tangent) return stock_conv_backward(spec, args);
+    if (args.bits.defined() && recorded) return backward(spec, without_bits(args, masked_grad(args)));
     ConvGrads grads;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
       grads = call_conv_backward(spec, args);
     }
-    if (needs_node(args.grad_output, or_none(args.input), or_none(args.weight))) {
-      TORCH_CHECK(!args.bits.defined(), "_convolution_backward: expected no bits with gradients recorded");
-      record_backward(spec, args, grads);
-    }
+    if (recorded) record_backward(spec, args, grads);
     return grads;
   }
 
@@ -203,11 +207,11 @@ struct AutogradRoom {
       const at::AutoDispatchBelowADInplaceOrView guard;
       return call_conv_fused(spec, input, weight, bias, parts);
     }
-    TORCH_CHECK(!parts.mask, "_convolution_fused: expected mask=False with gradients recorded");
     if (tangent || !parts.relu || scale.defined() || !served(input) || !served(weight)) {
       check_fused(parts, input, check_sizes<c10::SymInt>(spec, input.sym_sizes(), weight.sym_sizes()));
       check_forward_tensors(spec, input, weight, bias);
-      return {fused_from_parts(spec, input, weight, bias, parts), no_bits(input)};
+      const Tensor y = fused_from_parts(spec, input, weight, bias, parts);
+      return {y, bits_of(y, parts)};
     }
     const auto node = make_node<ConvReluBackward>(input, weight, b, residual);
     Tensor y, bits;
@@ -224,7 +228,7 @@ struct AutogradRoom {
     node->weight_size = weight.sym_sizes();
     node->strides = y.sym_strides().vec();
     LeanNode::attach(y, node);
-    return {y, no_bits(input)};
+    return {y, parts.mask ? bits : no_bits(input)};
   }
 };
 
@@ -240,7 +244,8 @@ struct TransformsRoom {  // which run before autocast
   static FusedResult fused(const ConvSpec& spec, const Tensor& input, const Tensor& weight,
                            const OptionalTensor& bias, const FusedParts& parts) {
     const auto [x, w, b] = autocast_as_enabled(input, weight, bias);
-    return {stock_conv_fused(spec, x, w, b, parts), no_bits(x)};
+    const Tensor y = stock_conv_fused(spec, x, w, b, parts);
+    return {y, bits_of(y, parts)};
   }
 };
 

@@ -48,6 +48,8 @@ struct ConvSignatures {
                            const OptionalTensor& scale, const OptionalTensor& residual, bool relu, bool mask,
                            at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                            at::IntArrayRef splits, int64_t groups, std::string_view padding_mode) {
+    TORCH_CHECK_VALUE(stride.size() == 2, "conv2d_fused: expected stride to have 2 entries, got ",
+                      stride.size());
     ConvSpec spec = spec_of_lists(stride, padding, dilation, {}, splits, groups, false, padding_mode);
     spec.op = "conv2d_fused";
     return Room::fused(spec, input, weight, bias, {scale, residual, relu, mask});

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "ops/activation.h"
+
 namespace patchconv {
 
 using at::Tensor;
@@ -153,7 +155,17 @@ ConvSpec spec_of_lists(at::IntArrayRef stride, at::IntArrayRef padding, at::IntA
   ConvSpec spec =
       basic_spec(kNames[transposed][dims - 1], dims, stride, padding, dilation, groups, pieces, true);
   set_padding_mode(spec, padding_mode);
-  if (transposed) set_output_padding(spec, output_padding, stride, dilation);
+  if (!transposed) {
+    TORCH_CHECK_VALUE(output_padding.empty(), spec.op, ": expected no output_padding, got ", output_padding);
+    return spec;
+  }
+  set_output_padding(spec, output_padding, stride, dilation);
+  TORCH_CHECK_VALUE(spec.mode == PaddingMode::kZeros, spec.op, ": expected padding_mode to be 'zeros', got '",
+                    padding_mode, "'");
+  for (const ConvDim& dim : spec.dims) {
+    TORCH_CHECK_VALUE(dim.pad_before == dim.pad_after, spec.op,
+                      ": expected as much padding before as after, got ", padding);
+  }
   return spec;
 }
 
@@ -280,6 +292,8 @@ void check_backward(const ConvSpec& spec, const ConvBackwardArgs& args) {
   check("input", args.input, args.input_size, args.output_mask[1], "weight");
   check("weight", args.weight, args.weight_size, args.output_mask[0], "input");
 }
+
+Tensor masked_grad(const ConvBackwardArgs& args) { return mask_backward(args.grad_output, args.bits, 1, 0); }
 
 at::MemoryFormat output_format(const Tensor& input, const Tensor& weight) {
   for (const Tensor* tensor : {&input, &weight}) {

@@ -60,6 +60,12 @@ struct FusedParts {
   bool mask = false;  // also return the bits of ReLU (core/mask.h); if not, an empty tensor in their place
 };
 
+// The gradient with its bits applied, and the call with it in place of the two.
+at::Tensor masked_grad(const ConvBackwardArgs& args);
+inline ConvBackwardArgs without_bits(const ConvBackwardArgs& args, const at::Tensor& grad) {
+  return {grad, args.input, args.weight, args.input_size, args.weight_size, args.output_mask};
+}
+
 // Checks the sizes of input and weight and returns the output's: batched or not, as the input is. Int is
 // int64_t or c10::SymInt.
 template <typename Int>

@@ -13,6 +13,7 @@
 
 #include <string>
 
+#include "ops/activation.h"
 #include "ops/conv.h"
 
 namespace patchconv {
@@ -89,7 +90,8 @@ Tensor stock_conv(const ConvSpec& spec, const Tensor& input, const Tensor& weigh
 
 ConvGrads stock_conv_backward(const ConvSpec& spec, const ConvBackwardArgs& a) {
   check_backward(spec, a);
-  TORCH_CHECK(!a.bits.defined(), "_convolution_backward: expected no bits where stock operators compute");
+  if (a.bits.defined())
+    return stock_conv_backward(spec, without_bits(a, mask_backward_with_aten(a.grad_output, a.bits, 1, 0)));
   const StockArguments args(spec);
   const auto size = C10_AS_INTARRAYREF_SLOW(a.input_size);
   const auto weight_size = C10_AS_INTARRAYREF_SLOW(a.weight_size);

@@ -86,7 +86,7 @@ class Gradients {
     native_ = {native(0, input_pass_), native(1, ConvPass::kWeight)};
     const bool all_native = (want_[0] || want_[1]) && (native_[0] || !want_[0]) && (native_[1] || !want_[1]);
     if (bits_.defined() && !all_native) {
-      grad_ = lift(mask_backward(args.grad_output, bits_, 1, 0));
+      grad_ = lift(masked_grad(args));
       bits_ = Tensor();
     }
   }

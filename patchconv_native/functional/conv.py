@@ -50,12 +50,13 @@ _PLAIN = frozenset((Tensor, Parameter))
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _DEVICES = ("cpu", "cuda", "meta")
 _function_modes: Any = torch._C._len_torch_function_stack
+_is_tracing: Any = torch._C._is_tracing
 
 
 def _short_way(input: Any, weight: Any, bias: Any) -> bool:
     """Whether `_C` can be called without torch.ops: plain tensors, eager mode.
 
-    Tensor subclasses, function modes and compilers must see the call as torch.ops.patchconv.*.
+    Tensor subclasses, function modes, compilers and traces must see the call as torch.ops.patchconv.*.
     """
     return (
         type(input) is Tensor
@@ -64,6 +65,7 @@ def _short_way(input: Any, weight: Any, bias: Any) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.onnx.is_in_onnx_export()
         and not _function_modes()
+        and not _is_tracing()
     )
 
 

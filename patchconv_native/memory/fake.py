@@ -39,6 +39,12 @@ _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 _REAL = Tensor, nn.Parameter
 
+# Operators that are calls of others. In inference mode a dispatch mode sees them whole.
+_COMPOSED = {
+    getattr(torch.ops.patchconv, name).default
+    for name in ("conv2d_fused", *(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)))
+}
+
 # Operators that save for backward what only a real run can tell.
 _UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten._cudnn_rnn.default}
 
@@ -174,6 +180,9 @@ class Storages(TorchDispatchMode):
         if func is _DEVICE:  # of all that is asked here, most is this
             return _device_of(args[0])
         kwargs = kwargs or {}
+        if func in _COMPOSED:
+            with self:
+                return func.decompose(*args, **kwargs)
         if func in _UNKNOWN:
             raise NotImplementedError(
                 f"memory.trace: fake=True does not serve {func}: what recurrent layers save for backward is not known "

@@ -247,6 +247,7 @@ def _backward(
         for place, pass_ in enumerate(("dgrad", "wgrad")) if wanted[place]
     }  # fmt: skip
     peak = there = 0
+    masked = 0 if a.get("bits") is None else grad.nbytes  # a gradient with its bits applied is another tensor
     if device == "cpu":
         asked = [place in found and found[place][1] for place in (0, 1)]
         asked.append(wanted[2] and (asked[1] or not a["ours"]))
@@ -259,7 +260,7 @@ def _backward(
     for place, (bytes_, _) in found.items():
         there += sizes[place]
         peak = max(peak, there + bytes_)
-    return max(0, peak - there)
+    return max(0, peak - there) + masked
 
 
 def _planned(

@@ -114,6 +114,29 @@ MORE_VALUES = {
     "conv2d: expected stride 1 with padding='same', got 2":
         lambda: pc.functional.conv2d(X, W, stride=2, padding="same"),
 }  # fmt: skip
+
+
+def inner(transposed=False, **given):
+    """The operator that the public ones call, which checks for itself."""
+    x, w = (t(1, 4, 8, 8), t(6, 4, 3, 3)) if not transposed else (t(1, 6, 8, 8), t(6, 4, 3, 3))
+    lists = {"stride": [1, 1], "padding": [1] * 4, "dilation": [1, 1], "output_padding": [0, 0] * transposed}
+    lists |= {"splits": [], "groups": 1, "transposed": transposed, "padding_mode": "zeros"} | given
+    return ops._convolution(x, w, None, **lists)
+
+
+INNER_VALUES = {
+    "_convolution: expected stride to have 1 to 3 entries, got 4": lambda: inner(stride=[1] * 4),
+    "conv2d: expected dilation to have 1 or 2 entries, got 3": lambda: inner(dilation=[1] * 3),
+    "conv2d: expected no output_padding, got [1, 1]": lambda: inner(output_padding=[1, 1]),
+    "conv_transpose2d: expected as much padding before as after, got [1, 0, 0, 2]":
+        lambda: inner(True, padding=[1, 0, 0, 2]),
+    "conv_transpose2d: expected padding_mode to be 'zeros', got 'reflect'":
+        lambda: inner(True, padding_mode="reflect"),
+    "conv2d_fused: expected stride to have 2 entries, got 1":
+        lambda: ops._convolution_fused(
+            t(4, 8), t(6, 4, 3), None, t(6), None, True, False, [1], [0, 0], [1], [], 1, "zeros"
+        ),
+}  # fmt: skip
 MORE_TYPES = {
     "conv2d: expected weight to have the dtype of grad_output (Float), got Double":
         lambda: backward(w=W.double()),
@@ -122,12 +145,12 @@ MORE_TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [*VALUES, *TYPES, *MORE_VALUES, *MORE_TYPES])
+@pytest.mark.parametrize("text", [*VALUES, *TYPES, *MORE_VALUES, *INNER_VALUES, *MORE_TYPES])
 def test_message(text):
     before = pc.workspace_limit(), pc.backend()
-    kind = ValueError if text in VALUES | MORE_VALUES else TypeError
+    kind = TypeError if text in TYPES | MORE_TYPES else ValueError
     with pytest.raises(kind) as caught:
-        (VALUES | TYPES | MORE_VALUES | MORE_TYPES)[text]()
+        (VALUES | TYPES | MORE_VALUES | INNER_VALUES | MORE_TYPES)[text]()
     assert str(caught.value).splitlines()[0] == text
     assert (pc.workspace_limit(), pc.backend()) == before
 

@@ -194,6 +194,37 @@ def test_operators_are_sound(device):
         ops._convolution_backward(*given[:-1], bits[:-1])
 
 
+def test_backward_under_vmap_and_with_tangents(device):
+    """The backward operator takes bits; transforms and forward-mode AD see it with the bits applied."""
+    x, w, _ = arguments(device, torch.float64, {"padding": 1}, "relu")
+    y = fused(x, w, padding=1, relu=True)
+    stock = F.relu(F.conv2d(x, w, padding=1))
+    grads = torch.randn(3, *y.shape, dtype=torch.float64, device=device)
+
+    def batched(of: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vmap(lambda g: torch.autograd.grad(of, (x, w), g, retain_graph=True))(grads)
+
+    torch.testing.assert_close(batched(y), batched(stock))
+
+    def tangent(of: Tensor) -> list[Tensor | None]:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(grads[0], grads[1])
+            found = torch.autograd.grad(of, (x, w), dual, retain_graph=True)
+            return [torch.autograd.forward_ad.unpack_dual(one).tangent for one in found]
+
+    torch.testing.assert_close(tangent(y), tangent(stock))
+
+
+def test_a_traced_step_runs_with_gradients_recorded(device):
+    x, w, _ = arguments(device, torch.float32, {"padding": 1}, "relu")
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return torch.autograd.grad(fused(x, w, padding=1, relu=True).square().sum(), w)[0]
+
+    traced = torch.fx.experimental.proxy_tensor.make_fx(step)(x, w)
+    torch.testing.assert_close(traced(x, w), step(x, w))
+
+
 ERRORS = {
     "conv2d_fused: expected bias to": (ValueError, {"scale": torch.ones(6), "bias": torch.ones(5)}),
     "conv2d_fused: expected bias to have the dtype of input":

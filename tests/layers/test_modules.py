@@ -224,3 +224,10 @@ def test_moves_and_casts(name):
     assert make(name, 4, 6, 3, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
     meta = getattr(pc, name)(4, 6, 3, device="meta", splits=2)
     assert meta(image(name).to("meta")).shape == layer(image(name).double()).shape
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_traces_name_the_public_operator():
+    """Which is in saved programs: the internal one may change."""
+    traced = torch.jit.trace(pc.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8))
+    assert "patchconv::conv2d(" in str(traced.inlined_graph)

@@ -205,6 +205,21 @@ def test_gradients_by_this_package(last):
         assert 0.97 <= found <= 1.06, (wanted, found)
 
 
+@pytest.mark.parametrize("limit", ["64KiB", "64MiB"])
+def test_in_inference_mode(limit):
+    """In which a dispatch mode sees the public operators, and not those that they call."""
+    with torch.inference_mode(), pc.workspace_limit(limit):
+        x, weight = operands(8, 16, 3, 1, (64, 64), 1, torch.float32, False)
+        for call in (
+            lambda x, w: pc.functional.conv2d(x, w, padding=(0, 1, 2, 1)),
+            lambda x, w: pc.functional.conv_transpose2d(x, w.transpose(0, 1), padding=1),
+        ):
+            inside = peaks(call, x, weight)
+            with torch.inference_mode(False), torch.no_grad():
+                outside = peaks(call, x.clone(), weight.clone())
+            assert inside[0] == outside[0]
+
+
 def random_call(rng):
     """Operands and arguments of a convolution: what networks have, and rarer combinations."""
     groups = rng.choice([1, 1, 1, 1, 2, 4])
