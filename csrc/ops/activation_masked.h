@@ -176,6 +176,18 @@ struct Hardshrink : Row {
 
 using Rows = std::tuple<Relu, LeakyRelu, Hardtanh, Threshold, Hardsigmoid, Softshrink, Hardshrink>;
 
+template <typename... Row>
+constexpr bool have_numbers_of_their_own(std::tuple<Row...>*) {
+  const Mask all[] = {Row::kMask...};
+  for (size_t i = 0; i < sizeof...(Row); ++i) {
+    for (size_t j = 0; j < i; ++j) {
+      if (all[i] == all[j]) return false;
+    }
+  }
+  return true;
+}
+static_assert(have_numbers_of_their_own(static_cast<Rows*>(nullptr)));
+
 template <typename Row>
 constexpr bool has_in_place = requires { Row::value_; };
 
