@@ -154,16 +154,17 @@ def test_several_chunks_tiles_and_outputs(layout, dtype, strict):
 
 
 @LAYOUTS
+@pytest.mark.parametrize("shared", [99, 163, 227], ids=lambda kib: f"{kib}KiB")  # of every GPU, an A100, an H100
 @pytest.mark.parametrize("pass_", ["small", "big"])
-def test_tiles_that_only_just_fit(pass_, layout):
-    """One halo tile instead of two, rows of taps in several tiles, and columns far apart."""
+def test_tiles_that_only_just_fit(pass_, layout, shared):
+    """One halo tile instead of two, rows of taps in several tiles, and columns far apart; or two where there is room."""
     torch.manual_seed(5)
     problems = [
         Problem((20, 20), (3, 3), 40, 8, stride=(2, 2), padding=((1, 1), (1, 1))),
         Problem((40, 40), (7, 7), 8, 8, dilation=(5, 5), padding=((15, 15), (15, 15))),
         Problem((9, 9), (7, 7), 40, 8, padding=((3, 3), (3, 3))),
     ]
-    check_all("conv_tiles", [case(p, pass_, HALF, layout) for p in problems])
+    check_all("conv_tiles", [case(p, pass_, HALF, layout) for p in problems], shared=shared)
 
 
 @LAYOUTS

@@ -34,13 +34,14 @@ def calls(dtype: torch.dtype, layout: str) -> list[Call]:
     ]
 
 
+@pytest.mark.parametrize("shared", [99, 227])
 @pytest.mark.parametrize("how", ["races", "races at-once"])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_convolutions(layout: str, how: str) -> None:
+def test_convolutions(layout: str, how: str, shared: int) -> None:
     """Whether asynchronous copies arrive early or late, the results have the same bits."""
     for dtype in (torch.float16, torch.float32) if FULL else (torch.float16,):
         given = calls(dtype, layout)
-        for late, found in zip(kernels.run(given), kernels.run(given, how), strict=True):
+        for late, found in zip(kernels.run(given, shared=shared), kernels.run(given, how, shared=shared), strict=True):
             for one, other in zip(late, found, strict=True):
                 assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 

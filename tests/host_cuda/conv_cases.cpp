@@ -10,6 +10,7 @@
 
 #include "case.h"
 #include "cuda/kernels/conv.h"
+#include "executor.h"
 
 namespace host_cuda {
 
@@ -18,7 +19,6 @@ using namespace patchconv::kernels;
 
 namespace {
 
-constexpr int kSharedLimit = 99 * 1024;
 constexpr int kMultiprocessors = 4;
 enum Buffers { kBig, kSmall, kWeight, kBitsRead, kScale, kBias, kResidual, kBitsWritten };
 
@@ -118,7 +118,7 @@ void tiles(const Case& c) {
   const Problem problem(c);
   std::vector<char> packed;
   problem.each_line([&](const auto& whole, ConvCall call) {
-    const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, kSharedLimit);
+    const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, shared_limit());
     check_served(plan.buffers > 0);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
     if (!conv_reads_weight(c.type, call)) {
@@ -142,7 +142,7 @@ void depthwise(const Case& c) {
     return launch_conv_depthwise_weight(c.type, call, c.integer(8), workspace.data, nullptr);
   }
   problem.each_line([&](const auto&, const ConvCall& call) {
-    check_served(conv_depthwise_serves(c.type, call, kSharedLimit));
+    check_served(conv_depthwise_serves(c.type, call, shared_limit()));
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/true));
     launch_conv_depthwise(c.type, call, nullptr);
   });
@@ -151,7 +151,7 @@ void depthwise(const Case& c) {
 void stem(const Case& c) {
   const Problem problem(c);
   problem.each_line([&](const auto&, const ConvCall& call) {
-    check_served(conv_stem_serves(c.type, call, kSharedLimit));
+    check_served(conv_stem_serves(c.type, call, shared_limit()));
     const int64_t elements = conv_stem_packed_elements(c.type, call);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
     const Floats packed(c.type == Type::kFloat ? elements : elements / 2, c);

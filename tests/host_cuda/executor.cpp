@@ -69,6 +69,7 @@ struct Machine {
   std::vector<std::vector<unsigned char>> brought;
   int64_t last_blocks = 0;
   bool copies_at_once = false;
+  int shared_limit = 99 * 1024;
   std::mt19937 random{20240611};
 
   ~Machine() {
@@ -296,6 +297,9 @@ void finish_copies(size_t pending) {
     }
   }
 }
+
+int shared_limit() { return machine().shared_limit; }
+void set_shared_limit(int bytes) { machine().shared_limit = bytes; }
 
 void run_last_blocks_only(int64_t count) { machine().last_blocks = count; }
 void copy_at_once(bool on) { machine().copies_at_once = on; }

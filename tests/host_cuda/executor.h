@@ -37,6 +37,10 @@ void finish_copies(size_t pending);  // until at most this many groups are incom
 
 void copy_at_once(bool on);
 
+// The shared memory of a block, in bytes, at most: 99 KiB as every GPU has it, or what some have.
+int shared_limit();
+void set_shared_limit(int bytes);
+
 // Which blocks run of each launch: all, or the last `count` (of each row), for grids too large to run whole.
 void run_last_blocks_only(int64_t count);  // 0: all
 

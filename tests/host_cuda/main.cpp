@@ -1,7 +1,8 @@
 // Runs launch functions on given buffers: host_cuda FOLDER reads FOLDER/cases.txt and FOLDER/data, and writes
 // what the buffers hold afterwards to FOLDER/result. tests/cuda/test_kernels.py writes cases and compares.
-// With "at-once" after FOLDER, asynchronous copies arrive as soon as they begin, else when they are waited
-// for.
+// With
+// "at-once" after FOLDER, asynchronous copies arrive as soon as they begin, else when they are waited for; a
+// number is the shared memory that a block may have, in KiB.
 //
 // Each line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0:
 // all), the count of its numbers and the numbers, the count of its buffers and, for each of them: its bytes
@@ -220,11 +221,18 @@ void run(const std::string& line, std::istream& data, std::ostream& result) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count < 2 || count > 3 || (count == 3 && std::string(arguments[2]) != "at-once")) {
-    std::cerr << "usage: host_cuda FOLDER [at-once]\n";
+  if (count < 2) {
+    std::cerr << "usage: host_cuda FOLDER [at-once] [KIBIBYTES]\n";
     return 2;
   }
-  copy_at_once(count == 3);
+  for (int i = 2; i < count; ++i) {
+    const std::string word = arguments[i];
+    if (word == "at-once") {
+      copy_at_once(true);
+    } else {
+      set_shared_limit(std::stoi(word) * 1024);
+    }
+  }
   const std::string folder = arguments[1];
   std::ifstream cases(folder + "/cases.txt"), data(folder + "/data", std::ios::binary);
   std::ofstream result(folder + "/result", std::ios::binary);

@@ -166,10 +166,12 @@ def check(c: Case, got: Tensor, sums: float) -> None:
     assert got.isfinite().all() and (far <= 0).all(), (c.problem, c.pass_, got.dtype, c.strict, far)
 
 
-def check_all(kernel: str, cases: Sequence[Case], offs: Sequence[int] = (0,)) -> None:
-    """Each case against the oracle, and the bits that it writes. `offs`: at these distances from aligned addresses."""
+def check_all(kernel: str, cases: Sequence[Case], offs: Sequence[int] = (0,), shared: int = 99) -> None:
+    """Each case against the oracle, and the bits that it writes. `offs`: at these distances from aligned addresses.
+    shared: of a block, in KiB.
+    """
     calls = [c.call(kernel, off=offs[i % len(offs)]) for i, c in enumerate(cases)]
-    for c, found in zip(cases, kernels.run(calls), strict=True):
+    for c, found in zip(cases, kernels.run(calls, shared=shared), strict=True):
         got, dtype = c.result(found), c.big.dtype
         # Of float64 the oracle adds up no more exactly than the kernel does: over many terms both may be off.
         sums = 1e-13 if dtype == torch.float64 else 5e-7

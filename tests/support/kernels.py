@@ -111,9 +111,9 @@ class Call:
         return " ".join([*map(str, words), str(len(self.buffers)), *(memory.words() for memory in self.buffers)])
 
 
-def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None) -> list[list[Tensor | None]]:
+def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None, shared: int = 99) -> list[list[Tensor | None]]:
     """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see. by: the
-    program, if it is another one.
+    program, if it is another one. shared: the shared memory that a block may have, in KiB.
     """
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -123,7 +123,7 @@ def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None) -> list[l
                 for memory in call.buffers:
                     if memory.values is not None:
                         data.write(_bytes(memory.values))
-        command = [str(by or program(how.startswith("races"))), folder, *how.split()[1:]]
+        command = [str(by or program(how.startswith("races"))), folder, *how.split()[1:], str(shared)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise Fault(done.stderr)

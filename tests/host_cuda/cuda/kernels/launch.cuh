@@ -15,7 +15,9 @@ void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t share
   if (grid.x <= 0 || grid.y <= 0) return;
   if (grid.x > kMostBlocks) throw LaunchError("a grid of more than 2^31 - 1 blocks");
   if (grid.y > kMostBlocksDown) throw LaunchError("a grid of more than 65535 blocks along y");
-  if (threads > 1024 || shared_bytes > 99 * 1024) throw LaunchError("a block that not every GPU takes");
+  if (threads > 1024 || shared_bytes > host_cuda::shared_limit()) {
+    throw LaunchError("a block that this GPU does not take");
+  }
   host_cuda::run(grid.x, grid.y, threads, shared_bytes, [&] { kernel(arguments...); });
 }
 
