@@ -157,7 +157,7 @@ def test_several_chunks_tiles_and_outputs(layout, dtype, strict):
 @pytest.mark.parametrize("shared", [99, 163, 227], ids=lambda kib: f"{kib}KiB")  # of every GPU, an A100, an H100
 @pytest.mark.parametrize("pass_", ["small", "big"])
 def test_tiles_that_only_just_fit(pass_, layout, shared):
-    """One halo tile instead of two where there is no room for more, rows of taps in several tiles, columns far apart."""
+    """One halo tile instead of two without room for more, rows of taps in several tiles, and columns far apart."""
     torch.manual_seed(5)
     problems = [
         Problem((20, 20), (3, 3), 40, 8, stride=(2, 2), padding=((1, 1), (1, 1))),
