@@ -22,9 +22,6 @@ class PerDim {
   PerDim(std::initializer_list<T> values) {
     for (const T& value : values) push_back(value);
   }
-  PerDim(size_t size, const T& value) {
-    while (size_ < size) push_back(value);
-  }
   void push_back(const T& value) { values_.at(size_++) = value; }
 
   size_t size() const { return size_; }
@@ -51,8 +48,6 @@ struct ConvSpec {
   PerDim<ConvDim> dims;            // without sizes and kernel
   PerDim<int64_t> output_padding;  // transposed only
   PerDim<int64_t> splits;          // pieces of the output; empty: automatic
-
-  size_t spatial() const { return dims.size(); }
 };
 
 // The three passes, by what they compute (core/geometry.h).
