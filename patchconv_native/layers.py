@@ -56,7 +56,9 @@ def _layer(stock: type[nn.Module], saved: str) -> type[nn.Module]:
 
 # Stock class -> the class of this package.
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {
-    stock: _layer(stock, saved) for saved, stocks in (*activation.LAYERS.items(), *_SAVES.items()) for stock in stocks
+    stock: _layer(stock, saved)
+    for saved, stocks in (*activation.STOCK_LAYERS.items(), *_SAVES.items())
+    for stock in stocks
 }
 globals().update({cls.__name__: cls for cls in LAYERS.values()})
 

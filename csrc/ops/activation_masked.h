@@ -134,41 +134,37 @@ struct Hardsigmoid : Row {
   static double slope_inside() { return 1.0F / 6; }
 };
 
-struct Softshrink : Row {
-  static constexpr Mask kMask = Mask{5};
-  static constexpr const char* kName = "softshrink";
-  static constexpr const char* kNode = "patchconv::SoftshrinkBackward";
+// Both are 0 from -lambd to lambd, and nowhere else.
+struct Shrink : Row {
   static constexpr int kNumbers = 1;
   static constexpr const char* kArguments = ", Scalar lambd=0.5";
   static constexpr bool kRoundedNumber = true;
-  static Tensor value(const Tensor& x, const Scalar& lambd, const Scalar&) {
-    return at::softshrink(x, lambd);
-  }
   // What stock's vectors on the CPU make of NaN, a gradient of 0, depends on the element's place.
   static Tensor inside(const Tensor& x, double lambd, double) {
     return x.ge(-lambd).logical_and_(x.le(lambd)).logical_not_();
   }
-  static bool output_tells(double lambd, double) { return lambd >= 0; }  // by not being 0
+  static bool output_tells(double lambd, double) { return lambd >= 0; }
+};
+
+struct Softshrink : Shrink {
+  static constexpr Mask kMask = Mask{5};
+  static constexpr const char* kName = "softshrink";
+  static constexpr const char* kNode = "patchconv::SoftshrinkBackward";
+  static Tensor value(const Tensor& x, const Scalar& lambd, const Scalar&) {
+    return at::softshrink(x, lambd);
+  }
   static Tensor from_output(const Tensor& grad, const Tensor& y, double, double) {
     return at::softshrink_backward(grad, y, 0);
   }
 };
 
-struct Hardshrink : Row {
+struct Hardshrink : Shrink {
   static constexpr Mask kMask = Mask{6};
   static constexpr const char* kName = "hardshrink";
   static constexpr const char* kNode = "patchconv::HardshrinkBackward";
-  static constexpr int kNumbers = 1;
-  static constexpr const char* kArguments = ", Scalar lambd=0.5";
-  static constexpr bool kRoundedNumber = true;
   static Tensor value(const Tensor& x, const Scalar& lambd, const Scalar&) {
     return at::hardshrink(x, lambd);
   }
-  // What stock's vectors on the CPU make of NaN, a gradient of 0, depends on the element's place.
-  static Tensor inside(const Tensor& x, double lambd, double) {
-    return x.ge(-lambd).logical_and_(x.le(lambd)).logical_not_();
-  }
-  static bool output_tells(double lambd, double) { return lambd >= 0; }  // by not being 0
   static Tensor from_output(const Tensor& grad, const Tensor& y, double, double) {
     return at::hardshrink_backward(grad, y, 0);
   }

@@ -165,7 +165,7 @@ def tanh(input: Tensor) -> Tensor:
 
 
 # What an activation saves for backward -> torch's layers of it, which conversion replaces (../layers.py).
-LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
+STOCK_LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "one bit an element": (
         nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.Threshold, nn.Hardsigmoid, nn.Softshrink, nn.Hardshrink,
     ),

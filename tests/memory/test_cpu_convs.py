@@ -205,6 +205,21 @@ def test_gradients_by_this_package(last):
         assert 0.97 <= found <= 1.06, (wanted, found)
 
 
+@torch.no_grad()
+def test_gradients_of_a_fused_convolution():
+    """Whose bits are applied to the incoming gradient first, in another tensor."""
+    x, weight = operands(16, 16, 3, 1, (64, 64), 2, torch.float32, False)
+    grad = torch.randn(2, 16, 64, 64)
+    bits = torch.ops.patchconv._mask_pack(grad, 0, 0.0, 0.0)
+
+    def call(*given):
+        *tensors, bits = given
+        shapes = x.shape, weight.shape
+        return torch.ops.patchconv._convolution_backward(*backward_arguments(*tensors, *shapes, bits=bits, padding=1))
+
+    assert 0.97 <= compared(call, grad, x, weight, bits) <= 1.06
+
+
 @pytest.mark.parametrize("limit", ["64KiB", "64MiB"])
 def test_in_inference_mode(limit):
     """In which a dispatch mode sees the public operators, and not those that they call."""

@@ -10,6 +10,7 @@ import torch
 from support.activations import ROWS
 from support.configurations import lay_out
 from support.pairs import pairwise
+from support.peaks import allocated_peak
 from torch import Tensor
 
 import patchconv_native  # noqa: F401  (registers the operators)
@@ -125,3 +126,13 @@ def test_pieces(device, name, layout):
         layout = "contiguous"  # stock's kernels serve no other, and the public operators give them none
     given = pieces(lay_out(torch.randn(IMAGE, device=device), layout))[name]
     torch.library.opcheck(getattr(ops, name.split()[0]).default, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_bits_by_stock_operators_are_made_a_part_at_a_time():
+    """Of softshrink, which has no kernel: not all of them as bytes, let alone several bytes an element."""
+    x = torch.randn(1 << 24)
+    assert allocated_peak(lambda: ops._mask_pack(x, 5, 0.5, 0.0)) <= x.numel() / 2
+    found = ops._mask_pack(x[: 3 + (1 << 20)], 5, 0.5, 0.0)
+    inside = (x[: 3 + (1 << 20)].abs() > 0.5).to(torch.uint8)
+    whole = torch.cat([inside, inside.new_zeros(-len(inside) % 8)]).view(-1, 8)
+    assert torch.equal(found, (whole << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8))
