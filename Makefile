@@ -79,6 +79,8 @@ check: build $(TEST_STAMP) $(DEMO_STAMP) $(MODEL_STAMP) ## every test at full wi
 	PATCHCONV_FULL_TESTS=1 PATCHCONV_ALL_MODELS=1 $(RUN_TESTS) $(PYTEST_ARGS)
 	PATCHCONV_HOST_CUDA=races $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
 	PATCHCONV_HOST_CUDA="races at-once" $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
+	PATCHCONV_HOST_CUDA=ptx $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
+	PATCHCONV_HOST_CUDA="ptx at-once" $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
 
 build: $(TORCH_STAMP) ## the extension, in place; recompiles what changed
 	$(PY) setup.py --quiet build_ext --inplace

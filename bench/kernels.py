@@ -156,7 +156,7 @@ def with_headers(source: Path) -> list[Path]:
     for path in found:
         names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
         headers = [ROOT / "csrc" / name for name in names]
-        found += [header for header in dict.fromkeys(headers) if header not in found]
+        found += [header for header in dict.fromkeys(headers) if header not in found and header.is_file()]
     return found
 
 
@@ -234,13 +234,13 @@ def disassembler(toolkit: Toolkit) -> Path | None:
     places += [Path(root) / "backends" / "nvidia" / "bin" / "nvdisasm" for root in roots]
     for place in places:
         if place is not None and Path(place).is_file():
-            release = re.search(r"release (\d+)\.(\d+)", _run([str(place), "--version"]))
+            release = re.search(r"release (\d+)\.(\d+)", run_tool([str(place), "--version"]))
             if release and (int(release[1]), int(release[2])) >= toolkit.version:
                 return Path(place)
     return None
 
 
-def _run(command: Sequence[str]) -> str:
+def run_tool(command: Sequence[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise Failed(f"{' '.join(command)}\nended with code {done.returncode}:\n{done.stdout.strip()}")
@@ -254,7 +254,7 @@ class Compiler:
         if toolkit.version < OLDEST:
             raise Failed(f"CUDA {'.'.join(map(str, OLDEST))} or later is needed for sm_120, {toolkit.home} is older")
         self._nvcc = str(toolkit.home / "bin" / "nvcc")
-        self._version = _run([self._nvcc, "--version"])
+        self._version = run_tool([self._nvcc, "--version"])
         self.disassembler = disassembler(toolkit)
 
     def uses(self, source: Path, arch: str) -> list[Use]:
@@ -268,9 +268,9 @@ class Compiler:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             cubin = Path(folder) / "kernels.cubin"
-            found = parse(_run([*command, "-o", str(cubin)]), arch)
+            found = parse(run_tool([*command, "-o", str(cubin)]), arch)
             if self.disassembler is not None and found:
-                seen = accesses(_run([str(self.disassembler), "-c", str(cubin)]))
+                seen = accesses(run_tool([str(self.disassembler), "-c", str(cubin)]))
                 known = {use.function for use in found}
                 found += [Use(function, arch, kernel=False) for function in seen if function not in known]
                 found = [

@@ -26,8 +26,11 @@ def results(cases: Sequence[Case], off: int = 0) -> list[Tensor]:
 
 
 def check_one(c: Case, got: Tensor) -> None:
-    """A number of tf32 is 2^-11 off at most, two are 2^-23, and their product loses 2^-22; halves multiply exactly."""
-    conv_kernels.check(c, got, 5e-7 if got.dtype != torch.float32 or c.strict else 1e-3)
+    """A number of tf32 is 2^-11 off at most, two are 2^-23, and their product loses 2^-22; halves multiply exactly. By
+    PTX tensor cores cut their sums, as on a GPU: of many places in a row a little more is lost.
+    """
+    cut = 2e-5 if kernels.HOW.startswith("ptx") and not c.strict else 0
+    conv_kernels.check(c, got, (5e-7 if got.dtype != torch.float32 or c.strict else 1e-3) + cut)
 
 
 def check(*cases: Case) -> None:

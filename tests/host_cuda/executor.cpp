@@ -1,13 +1,13 @@
 #include "executor.h"
 
 #include "context.h"
+#include "copies.h"
 #include "races.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -32,12 +32,6 @@ constexpr size_t kGuard = 256;
 
 enum class Waits { kNothing, kWarp, kBlock, kDone };
 
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes, filled;
-};
-
 struct Fiber {
   Context context;
   Place place;
@@ -48,8 +42,7 @@ struct Fiber {
   Combine combine = nullptr;
   bool orders_memory = false;
   const unsigned char* taken = nullptr;  // what all lanes passed, or what was combined from it
-  std::deque<std::vector<Copy>> copies;  // groups that are under way, the newest last
-  std::vector<Copy> uncommitted;
+  Copies copies;
   char* stack = nullptr;
   void* fake_stack = nullptr;
 };
@@ -70,6 +63,8 @@ struct Machine {
   int64_t last_blocks = 0;
   bool copies_at_once = false;
   int shared_limit = 99 * 1024;
+  const Place* here = nullptr;
+  Runner runner;
   std::mt19937 random{20240611};
 
   ~Machine() {
@@ -129,16 +124,13 @@ void fiber_main() {
 void resume(Fiber& fiber) {
   Machine& m = machine();
   m.running = &fiber;
+  m.here = &fiber.place;
   fiber.waits = Waits::kNothing;
   start_switch(&m.fake_stack, fiber.stack, kStack);
   switch_context(m.scheduler, fiber.context);
   finish_switch(m.fake_stack, nullptr, nullptr);
   m.running = nullptr;
-}
-
-void write(const Copy& copy) {
-  std::memcpy(copy.to, copy.from, copy.filled);
-  std::memset(static_cast<char*>(copy.to) + copy.filled, 0, copy.bytes - copy.filled);
+  m.here = nullptr;
 }
 
 Fiber& fiber_at(size_t i) {
@@ -204,8 +196,7 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
     fiber.place = place;
     fiber.place.thread = t;
     fiber.waits = Waits::kNothing;
-    fiber.copies.clear();
-    fiber.uncommitted.clear();
+    fiber.copies = Copies(m.copies_at_once);
   }
   races::begin_block(m.shared, bytes, threads);
   std::vector<int> warps(static_cast<size_t>((threads + kWarp - 1) / kWarp));
@@ -240,7 +231,7 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
     const Fiber& fiber = fiber_at(t);
     if (fiber.waits == Waits::kWarp) diverged(fiber.place, fiber.what);
     if (fiber.waits == Waits::kBlock) diverged(fiber.place, "a barrier");
-    if (!fiber.copies.empty() || !fiber.uncommitted.empty()) {
+    if (!fiber.copies.empty()) {
       throw std::runtime_error("a thread ended with copies under way");
     }
   }
@@ -256,9 +247,10 @@ void run_block(int threads, const Place& place, int64_t shared_bytes) {
 
 }  // namespace
 
-bool in_a_thread() { return machine().running != nullptr; }
+bool in_a_thread() { return machine().here != nullptr; }
 
-const Place& here() { return machine().running->place; }
+const Place& here() { return *machine().here; }
+void set_here(const Place* place) { machine().here = place; }
 
 void* shared_memory() { return machine().shared; }
 
@@ -276,50 +268,35 @@ const unsigned char* warp_exchange(const char* what, const void* mine, size_t by
   return self->taken;
 }
 
-void start_copy(void* to, const void* from, size_t bytes, size_t filled) {
-  const Copy copy{to, from, bytes, filled};
-  races::copy_begins(to, bytes);
-  if (machine().copies_at_once) write(copy);
-  machine().running->uncommitted.push_back(copy);
-}
-
-void end_copy_group() {
-  Fiber* self = machine().running;
-  self->copies.push_back(std::exchange(self->uncommitted, {}));
-}
-
-void finish_copies(size_t pending) {
-  auto& copies = machine().running->copies;
-  for (; copies.size() > pending; copies.pop_front()) {
-    for (const Copy& copy : copies.front()) {
-      if (!machine().copies_at_once) write(copy);
-      races::copy_is_waited_for(copy.to, copy.bytes);
-    }
-  }
-}
+Copies& copies() { return machine().running->copies; }
 
 int shared_limit() { return machine().shared_limit; }
 void set_shared_limit(int bytes) { machine().shared_limit = bytes; }
 
 void run_last_blocks_only(int64_t count) { machine().last_blocks = count; }
 void copy_at_once(bool on) { machine().copies_at_once = on; }
+bool copies_at_once() { return machine().copies_at_once; }
+void set_runner(Runner runner) { machine().runner = std::move(runner); }
 
-void run(int64_t blocks_x, int blocks_y, int threads, int64_t shared_bytes,
-         const std::function<void()>& thread) {
+void run(const Launch& launch) {
   Machine& m = machine();
-  m.thread = &thread;
-  const int64_t first = m.last_blocks > 0 ? std::max<int64_t>(0, blocks_x - m.last_blocks) : 0;
-  std::vector<int64_t> order(static_cast<size_t>((blocks_x - first) * blocks_y));
+  m.thread = &launch.thread;
+  const int64_t first = m.last_blocks > 0 ? std::max<int64_t>(0, launch.blocks_x - m.last_blocks) : 0;
+  std::vector<int64_t> order(static_cast<size_t>((launch.blocks_x - first) * launch.blocks_y));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), m.random);
   for (const int64_t number : order) {
     Place place;
-    place.blocks_x = blocks_x;
-    place.blocks_y = blocks_y;
-    place.threads = threads;
-    place.block_x = first + number / blocks_y;
-    place.block_y = static_cast<int>(number % blocks_y);
-    run_block(threads, place, shared_bytes);
+    place.blocks_x = launch.blocks_x;
+    place.blocks_y = launch.blocks_y;
+    place.threads = launch.threads;
+    place.block_x = first + number / launch.blocks_y;
+    place.block_y = static_cast<int>(number % launch.blocks_y);
+    if (m.runner) {
+      m.runner(launch, place);
+    } else {
+      run_block(launch.threads, place, launch.shared_bytes);
+    }
   }
 }
 

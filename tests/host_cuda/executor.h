@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
+#include <vector>
 
 namespace host_cuda {
 
@@ -16,8 +18,9 @@ struct Place {
   int thread = 0, threads = 1;
 };
 
-bool in_a_thread();   // whether a fiber is running
-const Place& here();  // of the fiber that is running
+bool in_a_thread();   // whether a thread of a kernel is running
+const Place& here();  // of that thread
+void set_here(const Place* place);
 void* shared_memory();
 
 void block_barrier();
@@ -29,13 +32,11 @@ using Combine = void (*)(unsigned char* all);
 const unsigned char* warp_exchange(const char* what, const void* mine, size_t bytes,
                                    Combine combine = nullptr, bool orders_memory = false);
 
-// Asynchronous copies: they arrive when the thread waits for the group, or at once. Bytes beyond `filled` are
-// zeros.
-void start_copy(void* to, const void* from, size_t bytes, size_t filled);
-void end_copy_group();
-void finish_copies(size_t pending);  // until at most this many groups are incomplete
+class Copies;
+Copies& copies();  // of the fiber that is running
 
 void copy_at_once(bool on);
+bool copies_at_once();
 
 // The shared memory of a block, in bytes, at most: 99 KiB as every GPU has it, or what some have.
 int shared_limit();
@@ -44,8 +45,22 @@ void set_shared_limit(int bytes);
 // Which blocks run of each launch: all, or the last `count` (of each row), for grids too large to run whole.
 void run_last_blocks_only(int64_t count);  // 0: all
 
+// A grid of blocks: what launch.cuh is given.
+struct Launch {
+  int64_t blocks_x;
+  int blocks_y;
+  int threads;
+  int64_t shared_bytes;
+  std::function<void()> thread;  // calls the kernel
+  const void* kernel = nullptr;
+  std::vector<std::pair<const void*, size_t>> arguments = {};  // where each is, and its bytes
+};
+
 // Runs thread() for each thread of the grid. Throws std::runtime_error on divergence.
-void run(int64_t blocks_x, int blocks_y, int threads, int64_t shared_bytes,
-         const std::function<void()>& thread);
+void run(const Launch& launch);
+
+// Something else that runs each block of a launch.
+using Runner = std::function<void(const Launch&, const Place& block)>;
+void set_runner(Runner runner);
 
 }  // namespace host_cuda

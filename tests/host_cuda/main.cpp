@@ -1,8 +1,8 @@
 // Runs launch functions on given buffers: host_cuda FOLDER reads FOLDER/cases.txt and FOLDER/data, and writes
 // what the buffers hold afterwards to FOLDER/result. tests/cuda/test_kernels.py writes cases and compares.
-// With
-// "at-once" after FOLDER, asynchronous copies arrive as soon as they begin, else when they are waited for; a
-// number is the shared memory that a block may have, in KiB.
+// With "at-once" after FOLDER, asynchronous copies arrive as soon as they begin, else when they are waited
+// for; a number is the shared memory that a block may have, in KiB; ptx=FOLDER runs what nvcc wrote, which
+// lies in that folder, and writes what was executed to FOLDER/counts.
 //
 // Each line is a case: the kernel, its type (float, half, bfloat16), how many of the last blocks run (0:
 // all), the count of its numbers and the numbers, the count of its buffers and, for each of them: its bytes
@@ -25,6 +25,7 @@
 #include "cuda/kernels/norm_layer.h"
 #include "cuda/kernels/pool.h"
 #include "executor.h"
+#include "ptx/run.h"
 #include "selftest.h"
 
 namespace {
@@ -222,13 +223,17 @@ void run(const std::string& line, std::istream& data, std::ostream& result) {
 
 int main(int count, char** arguments) {
   if (count < 2) {
-    std::cerr << "usage: host_cuda FOLDER [at-once] [KIBIBYTES]\n";
+    std::cerr << "usage: host_cuda FOLDER [at-once] [ptx=FOLDER] [KIBIBYTES]\n";
     return 2;
   }
+  bool by_ptx = false;
   for (int i = 2; i < count; ++i) {
     const std::string word = arguments[i];
     if (word == "at-once") {
       copy_at_once(true);
+    } else if (word.substr(0, 4) == "ptx=") {
+      by_ptx = true;
+      ptx::run_from(word.substr(4));
     } else {
       set_shared_limit(std::stoi(word) * 1024);
     }
@@ -244,6 +249,10 @@ int main(int count, char** arguments) {
       std::cerr << line << ": " << error.what() << "\n";
       return 1;
     }
+  }
+  if (by_ptx) {
+    std::ofstream counts(folder + "/counts");
+    ptx::write_counts(counts);
   }
   return result.flush() ? 0 : 1;
 }

@@ -18,6 +18,9 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+import bench.kernels
+import bench.ptx
+
 ROOT = Path(__file__).resolve().parents[2]
 TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16", torch.float64: "double"}
 
@@ -40,7 +43,7 @@ def built(build: Path, *options: str, target: str = "all") -> Path:
 
 HOW = os.environ.get("PATCHCONV_HOST_CUDA", "")
 """Which program runs the kernels: "" the one with sanitizers; "races" or "races at-once" the one that finds races, in
-which asynchronous copies arrive when they are waited for, or at once.
+which asynchronous copies arrive when they are waited for, or at once; "ptx" or "ptx at-once" runs what nvcc writes.
 """
 
 
@@ -50,6 +53,21 @@ def program(races: bool = False) -> Path:
     if races:
         return built(ROOT / "build" / "host_races", target="host_races") / "host_races"
     return built(ROOT / "build" / "host_cuda") / "host_cuda"
+
+
+@lru_cache(None)
+def ptx() -> Path:
+    """The folder with the PTX of all kernels and of those that test the executor."""
+    toolkit, reason = bench.kernels.toolkit_of_torch()
+    if toolkit is None:
+        pytest.skip(reason)
+    folder = bench.ptx.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        for name in ("selftest.cpp", "selftest.h"):  # apart from the arch.cuh that lies beside them
+            shutil.copy(ROOT / "tests" / "host_cuda" / name, folder)
+        sources = [source for source in bench.kernels.listed() if source.name != bench.ptx.HOST]
+        return bench.ptx.compiled(toolkit, [*sources, folder / "selftest.cpp"])
 
 
 def with_kernel(source: str, text: str, folder: Path) -> Path:
@@ -111,10 +129,18 @@ class Call:
         return " ".join([*map(str, words), str(len(self.buffers)), *(memory.words() for memory in self.buffers)])
 
 
-def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None, shared: int = 99) -> list[list[Tensor | None]]:
-    """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see. by: the
-    program, if it is another one. shared: the shared memory that a block may have, in KiB.
+def run(
+    calls: Sequence[Call],
+    how: str | None = None,
+    by: Path | None = None,
+    shared: int = 99,
+    counts: Path | None = None,
+) -> list[list[Tensor | None]]:
+    """What each call's buffers hold afterwards. Fails on any error that the sanitizers or the executor see. how: as
+    HOW, which it is if it is None. by: the program, if it is another one. shared: the shared memory that a block may
+    have, in KiB. counts: what was executed is written there, by PTX.
     """
+    how = HOW if how is None else how
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "cases.txt").write_text("".join(call.line() + "\n" for call in calls))
@@ -123,10 +149,14 @@ def run(calls: Sequence[Call], how: str = HOW, by: Path | None = None, shared: i
                 for memory in call.buffers:
                     if memory.values is not None:
                         data.write(_bytes(memory.values))
-        command = [str(by or program(how.startswith("races"))), folder, *how.split()[1:], str(shared)]
+        kind, *more = how.split() or [""]
+        options = [f"ptx={ptx()}"] if kind == "ptx" else []
+        command = [str(by or program(kind == "races")), folder, *options, *more, str(shared)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise Fault(done.stderr)
+        if counts is not None:
+            shutil.copy(place / "counts", counts)
         result = memoryview((place / "result").read_bytes())
     found: list[list[Tensor | None]] = []
     for call in calls:

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "copies.h"
 #include "cuda/kernels/stream.h"
 #include "executor.h"
 #include "races.h"
@@ -62,12 +63,12 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     throw LaunchError("an asynchronous copy that is not aligned to 16 bytes");
   }
-  host_cuda::start_copy(shared, global, 16, static_cast<size_t>(filled));
+  host_cuda::copies().start(shared, global, 16, static_cast<size_t>(filled));
 }
-PATCHCONV_DEVICE void commit_copies() { host_cuda::end_copy_group(); }
+PATCHCONV_DEVICE void commit_copies() { host_cuda::copies().end_group(); }
 template <int kPending>
 PATCHCONV_DEVICE void wait_for_copies() {
-  host_cuda::finish_copies(kPending);
+  host_cuda::copies().finish(kPending);
 }
 
 template <bool kTransposed>

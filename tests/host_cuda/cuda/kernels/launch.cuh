@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 #include <utility>
 
 #include "cuda/kernels/stream.h"
@@ -18,7 +19,11 @@ void launch(void (*kernel)(Parameters...), Grid grid, int threads, int64_t share
   if (threads > 1024 || shared_bytes > host_cuda::shared_limit()) {
     throw LaunchError("a block that this GPU does not take");
   }
-  host_cuda::run(grid.x, grid.y, threads, shared_bytes, [&] { kernel(arguments...); });
+  const std::tuple<Parameters...> all(static_cast<Parameters>(std::forward<Arguments>(arguments))...);
+  host_cuda::Launch launch{grid.x, grid.y, threads, shared_bytes, [&] { std::apply(kernel, all); }};
+  launch.kernel = reinterpret_cast<const void*>(kernel);
+  std::apply([&](const auto&... one) { launch.arguments = {{&one, sizeof(one)}...}; }, all);
+  host_cuda::run(launch);
 }
 
 }  // namespace patchconv::kernels
