@@ -99,8 +99,10 @@ wheel: $(TORCH_STAMP) ## dist/*.whl, tried in a clean environment outside the tr
 cpp: build $(TEST_STAMP) ## libpatchconv with CMake, its tests and a program that uses it
 	$(PY) -m pytest tests/ops/test_cpp.py $(PYTEST_ARGS)
 
-kernels: $(DEMO_STAMP) ## registers and memory of every CUDA kernel against its budget (no GPU)
+kernels: $(DEMO_STAMP) $(TEST_STAMP) ## CUDA kernels without a GPU: registers and memory against budgets, counts of what they do
 	$(PY) -m bench.kernels
+	$(PY) -m bench.kernel_counts --out build/kernels
+	cat build/kernels/kernel_counts.md
 
 lint: $(TEST_STAMP) $(DEMO_STAMP) $(LINT_STAMP) ## ruff, mypy, clang-format
 	$(PY) -m ruff check .

@@ -22,6 +22,7 @@ from . import (
     report_convs,
     report_from_disk,
     report_gpu,
+    report_kernels,
     report_lean,
     report_megapixels,
     report_memory,
@@ -70,6 +71,7 @@ REPORTS = {
     "memory_trace": Report("Traces, predictions and plans, on the CPU", report_memory.sections),
     "spatial": Report("One image on several ranks", report_spatial.sections, report_spatial.figure),
     "xray": Report("A DenseNet on large pictures, on several ranks", report_xray.sections, report_xray.figure),
+    "kernel_counts": Report("What CUDA kernels do, counted without a GPU", report_kernels.sections),
     "gpu": Report("{gpu}: checks, memory and time", report_gpu.gpu, report_gpu.gpu_figure),
     "tune": Report("{gpu}: own convolution kernels beside cuDNN", report_gpu.tune),
 }

@@ -83,5 +83,5 @@ def test_counts(tmp_path: Path) -> None:
     kernels.run([Call("selftest_votes", FLOAT, [], [Memory(x), Memory(y)])], counts=tmp_path / "counts")
     counted = [line.split() for line in (tmp_path / "counts").read_text().splitlines() if "global.f32" in line]
     assert [(line[:3], line[5]) for line in counted] == [
-        (["1", "4", "128"], "ld.global.f32"), (["1", "4", "128"], "st.global.f32")
+        (["1", "4", "4"], "ld.global.f32"), (["1", "4", "4"], "st.global.f32")
     ]  # fmt: skip

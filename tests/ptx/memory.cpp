@@ -63,8 +63,9 @@ void count_global(const Instruction& instruction, const uint64_t* addresses, uin
   std::sort(sectors, sectors + count);
   std::sort(distinct, distinct + different);
   instruction.count.sectors += std::unique(sectors, sectors + count) - sectors;
-  instruction.count.bytes +=
-      static_cast<int64_t>(bytes) * (std::unique(distinct, distinct + different) - distinct);
+  const auto distinct_bytes =
+      bytes * static_cast<size_t>(std::unique(distinct, distinct + different) - distinct);
+  instruction.count.least_sectors += static_cast<int64_t>((distinct_bytes + 31) / 32);
 }
 
 // 32 banks of 4 bytes serve 128 bytes at once: all lanes' words, half of the lanes' pairs or a quarter of the

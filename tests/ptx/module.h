@@ -31,10 +31,10 @@ enum class Space : uint8_t { kGeneric, kGlobal, kShared, kParameters };
 
 // What an instruction did, added up over all warps.
 struct Count {
-  int64_t executed = 0;    // by warps
-  int64_t sectors = 0;     // of 32 bytes of global memory
-  int64_t bytes = 0;       // of global memory that lanes asked for, each once
-  int64_t wavefronts = 0;  // of shared memory
+  int64_t executed = 0;       // by warps
+  int64_t sectors = 0;        // of 32 bytes of global memory
+  int64_t least_sectors = 0;  // that the same bytes could take
+  int64_t wavefronts = 0;     // of shared memory
   int64_t least_wavefronts = 0;
 };
 

@@ -101,8 +101,8 @@ void write_counts(std::ostream& to) {
     to << name << "\n";
     for (const Instruction& instruction : kernel->instructions) {
       const Count& count = instruction.count;
-      to << count.executed << " " << count.sectors << " " << count.bytes << " " << count.wavefronts << " "
-         << count.least_wavefronts << " " << instruction.text << "\n";
+      to << count.executed << " " << count.sectors << " " << count.least_sectors << " " << count.wavefronts
+         << " " << count.least_wavefronts << " " << instruction.text << "\n";
     }
     to << "\n";
   }

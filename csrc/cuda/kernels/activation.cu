@@ -38,15 +38,14 @@ __global__ void __launch_bounds__(kElementThreads) mask_forward_kernel(MaskForwa
   using E = Elements<T>;
   const T* x = static_cast<const T*>(call.x);
   const T* other = static_cast<const T*>(call.other);
-  const bool whole = E::whole(call.count, aligned);
   const float low = to_float(from_float<T>(call.a)), high = to_float(from_float<T>(call.b));
   const float limit = kMask == Mask::kThreshold ? low : call.a;
   typename E::Piece pieces[E::kVectors], others[kSum ? E::kVectors : 1];
 #pragma unroll
-  for (int v = 0; v < E::kVectors; ++v) pieces[v] = E::load(x, E::first(v), call.count, whole);
+  for (int v = 0; v < E::kVectors; ++v) pieces[v] = E::load(x, E::first(v), call.count, aligned);
   if constexpr (kSum) {
 #pragma unroll
-    for (int v = 0; v < E::kVectors; ++v) others[v] = E::load(other, E::first(v), call.count, whole);
+    for (int v = 0; v < E::kVectors; ++v) others[v] = E::load(other, E::first(v), call.count, aligned);
   }
 #pragma unroll
   for (int v = 0; v < E::kVectors; ++v) {
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kElementThreads) mask_forward_kernel(MaskForwa
       pieces[v].at[i] = from_float<T>(value_of<kMask>(value, call.a, low, high));
     }
     store_bits<E::kCount>(call.bits, mine, begin, call.count);
-    if (call.y != nullptr) E::store(static_cast<T*>(call.y), pieces[v], begin, call.count, whole);
+    if (call.y != nullptr) E::store(static_cast<T*>(call.y), pieces[v], begin, call.count, aligned);
   }
 }
 
@@ -75,12 +74,11 @@ template <typename T>
 __global__ void __launch_bounds__(kElementThreads) mask_backward_kernel(MaskBackward call, bool aligned) {
   using E = Elements<T>;
   const T* grad = static_cast<const T*>(call.grad);
-  const bool whole = E::whole(call.count, aligned);
   typename E::Piece pieces[E::kVectors];
   uint32_t bits[E::kVectors];
 #pragma unroll
   for (int v = 0; v < E::kVectors; ++v) {
-    pieces[v] = E::load(grad, E::first(v), call.count, whole);
+    pieces[v] = E::load(grad, E::first(v), call.count, aligned);
     bits[v] = load_bits<E::kCount>(call.bits, E::first(v), call.count);
   }
 #pragma unroll
@@ -90,7 +88,7 @@ __global__ void __launch_bounds__(kElementThreads) mask_backward_kernel(MaskBack
       const float factor = bits[v] >> i & 1 ? call.inside : call.outside;
       pieces[v].at[i] = from_float<T>(scaled(to_float(pieces[v].at[i]), factor));
     }
-    E::store(static_cast<T*>(call.out), pieces[v], E::first(v), call.count, whole);
+    E::store(static_cast<T*>(call.out), pieces[v], E::first(v), call.count, aligned);
   }
 }
 

@@ -84,7 +84,7 @@ HaloTile halo_tile(bool channels_together, int channels_log2, const ConvLine& y,
   tile.columns = reach_of(x, columns, x.taps, channels_together);
   tile.width = tile.columns.length;
   // The first piece of a row may begin before the first column.
-  if (!channels_together) tile.width = (tile.width + 2 * kPiece<T> - 2) / kPiece<T> * kPiece<T>;
+  if (!channels_together && whole) tile.width = (tile.width + 2 * kPiece<T> - 2) / kPiece<T> * kPiece<T>;
   tile.across_log2 = std::min(5, log2_up(whole ? tile.width / kPiece<T> : tile.width));
   tile.whole = whole;
   return tile;

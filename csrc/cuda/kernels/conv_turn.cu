@@ -19,7 +19,7 @@ constexpr int kSide = 64;  // channels, and columns
 template <typename T>
 constexpr int kPitch = kSide + 4 / static_cast<int>(sizeof(T));
 
-// Budget: 40 registers, 16640 bytes of shared memory.
+// Budget: 48 registers, 16640 bytes of shared memory.
 template <typename T, bool kToChannels>
 __global__ void __launch_bounds__(kThreads) conv_turn_kernel(ConvTurn turn, int64_t across) {
   T* square = shared_memory<T>();

@@ -15,12 +15,11 @@ namespace {
 template <typename T, bool kAdds>
 __global__ void __launch_bounds__(kElementThreads) dropout_kernel(Dropout call, bool aligned) {
   using E = Elements<T>;
-  const bool whole = E::whole(call.count, aligned);
   const auto seed = static_cast<uint64_t>(*call.seed);
   typename E::Piece pieces[E::kVectors];
 #pragma unroll
   for (int v = 0; v < E::kVectors; ++v) {
-    pieces[v] = E::load(static_cast<const T*>(call.x), E::first(v), call.count, whole);
+    pieces[v] = E::load(static_cast<const T*>(call.x), E::first(v), call.count, aligned);
   }
 #pragma unroll
   for (int v = 0; v < E::kVectors; ++v) {
@@ -34,7 +33,7 @@ __global__ void __launch_bounds__(kElementThreads) dropout_kernel(Dropout call, 
         pieces[v].at[i + j] = from_float<T>(kAdds ? add(product, kept ? call.shift : call.fill) : product);
       }
     }
-    E::store(static_cast<T*>(call.y), pieces[v], E::first(v), call.count, whole);
+    E::store(static_cast<T*>(call.y), pieces[v], E::first(v), call.count, aligned);
   }
 }
 

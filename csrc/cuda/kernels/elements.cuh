@@ -1,7 +1,6 @@
 // Passes over every element of dense tensors: which thread reads what. A block takes a tile of kTile
 // elements. A thread takes kVectors pieces of 16 bytes of it, placed so that the pieces of a warp are
-// contiguous. If the tile is incomplete or a tensor is not aligned to 16 bytes, the same elements are read
-// one by one.
+// contiguous. A piece that is incomplete, or not aligned to 16 bytes, is read element by element.
 #pragma once
 
 #include "cuda/kernels/arch.cuh"
@@ -39,20 +38,23 @@ struct Elements {
     return block_x() * kTile + (number * kElementThreads + thread_index()) * kCount;
   }
 
-  static PATCHCONV_DEVICE bool whole(int64_t count, bool aligned) {
-    return aligned && (block_x() + 1) * kTile <= count;
+  // How many of the piece at `begin` are below `count`.
+  static PATCHCONV_DEVICE int left(int64_t begin, int64_t count) {
+    const int64_t left = count - begin;
+    return left <= 0 ? 0 : left < kCount ? static_cast<int>(left) : kCount;
   }
 
-  static PATCHCONV_DEVICE Piece load(const T* x, int64_t begin, int64_t count, bool whole) {
-    if (whole) return load_whole<Piece>(x + begin);
+  // `aligned`: every piece begins at a multiple of 16 bytes. Elements past `count` are zeros.
+  static PATCHCONV_DEVICE Piece load(const T* x, int64_t begin, int64_t count, bool aligned) {
+    if (aligned && begin + kCount <= count) return load_whole<Piece>(x + begin);
     Piece piece;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) piece.at[i] = begin + i < count ? x[begin + i] : from_float<T>(0);
     return piece;
   }
 
-  static PATCHCONV_DEVICE void store(T* y, const Piece& piece, int64_t begin, int64_t count, bool whole) {
-    if (whole) return store_whole(y + begin, piece);
+  static PATCHCONV_DEVICE void store(T* y, const Piece& piece, int64_t begin, int64_t count, bool aligned) {
+    if (aligned && begin + kCount <= count) return store_whole(y + begin, piece);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if (begin + i < count) y[begin + i] = piece.at[i];

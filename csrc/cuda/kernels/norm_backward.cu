@@ -37,7 +37,7 @@ PATCHCONV_DEVICE Slopes slopes(const NormSizes& n, const NormAffine& affine, con
           true};
 }
 
-// Budget: 96 registers, 0 bytes of shared memory.
+// Budget: 80 registers, 0 bytes of shared memory.
 template <typename T, bool kSilu, int kTeam>
 __global__ void __launch_bounds__(kNormThreads, 2)
     norm_gradient_rows_kernel(NormSizes n, Rows rows, NormAffine affine, float floor, const Sums* totals,
@@ -50,13 +50,12 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   const Slopes numbers = slopes(n, affine, totals, each, image, channel);
   const int64_t row = part.row * rows.length;
   for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
-    const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
     typename E::Piece grads[kVectors], xs[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int64_t place = piece_at<T, kTeam>(begin, v);
-      grads[v] = E::load(grad + row, place, part.end, whole);
-      xs[v] = E::load(x + row, place, part.end, whole);
+      grads[v] = E::load(grad + row, place, part.end, rows.aligned);
+      xs[v] = E::load(x + row, place, part.end, rows.aligned);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -65,12 +64,12 @@ __global__ void __launch_bounds__(kNormThreads, 2)
         grads[v].at[i] =
             from_float<T>(numbers.gradient<T, kSilu>(to_float(grads[v].at[i]), to_float(xs[v].at[i]), floor));
       }
-      E::store(out + row, grads[v], piece_at<T, kTeam>(begin, v), part.end, whole);
+      E::store(out + row, grads[v], piece_at<T, kTeam>(begin, v), part.end, rows.aligned);
     }
   }
 }
 
-// Budget: 128 registers, 0 bytes of shared memory.
+// Budget: 112 registers, 0 bytes of shared memory.
 template <typename T, bool kSilu>
 __global__ void __launch_bounds__(kNormThreads, 2)
     norm_gradient_pixels_kernel(NormSizes n, Pixels pixels, NormAffine affine, float floor,

@@ -49,12 +49,12 @@ PATCHCONV_DEVICE V team_total(V all, Add add) {
 
 // Calls use(first column, pieces...) for this thread's pieces of a row.
 template <typename T, int kTeam, typename Use>
-PATCHCONV_DEVICE void each_piece(const LayerNorm& norm, bool aligned, Use use) {
+PATCHCONV_DEVICE void each_piece(const LayerNorm& norm, Use use) {
   constexpr int kCount = Elements<T>::kCount;
   for (int64_t column = thread_index() % kTeam * kCount; column < norm.columns;
        column += int64_t{kTeam} * kCount) {
     const int64_t left = norm.columns - column;
-    use(column, left < kCount ? static_cast<int>(left) : kCount, aligned);
+    use(column, left < kCount ? static_cast<int>(left) : kCount);
   }
 }
 
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kNormThreads)
   const T* from = x + row * norm.columns;
   Moments all{0, 0, 0};
   if (there) {
-    each_piece<T, kTeam>(norm, aligned, [&](int64_t column, int count, bool whole) {
-      const typename E::Piece piece = E::load(from + column, 0, count, whole);
+    each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
+      const typename E::Piece piece = E::load(from + column, 0, count, aligned);
       float total = 0, squares = 0;
 #pragma unroll
       for (int i = 0; i < E::kCount; ++i) total += i < count ? to_float(piece.at[i]) : 0;
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kNormThreads)
     rstd[row] = scale;
   }
   T* to = y + row * norm.columns;
-  each_piece<T, kTeam>(norm, aligned, [&](int64_t column, int count, bool whole) {
-    typename E::Piece piece = E::load(from + column, 0, count, whole);
+  each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
+    typename E::Piece piece = E::load(from + column, 0, count, aligned);
 #pragma unroll
     for (int i = 0; i < E::kCount; ++i) {
       if (i >= count) break;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kNormThreads)
       piece.at[i] =
           from_float<T>(multiply_add(normal, weight_at(norm, column + i), bias_at(norm, column + i)));
     }
-    E::store(to + column, piece, 0, count, whole);
+    E::store(to + column, piece, 0, count, aligned);
   });
 }
 
@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(kNormThreads)
   const float mean = there ? call.mean[row] : 0, scale = there ? call.rstd[row] : 0;
   Sums all{0, 0};
   if (there) {
-    each_piece<T, kTeam>(norm, aligned, [&](int64_t column, int count, bool whole) {
-      const typename E::Piece grads = E::load(grad + column, 0, count, whole);
-      const typename E::Piece xs = E::load(x + column, 0, count, whole);
+    each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
+      const typename E::Piece grads = E::load(grad + column, 0, count, aligned);
+      const typename E::Piece xs = E::load(x + column, 0, count, aligned);
 #pragma unroll
       for (int i = 0; i < E::kCount; ++i) {
         if (i >= count) break;
@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(kNormThreads)
   const float each = 1 / static_cast<float>(norm.columns);
   const float by_normal = -all.product * each, rest = -all.grad * each;
   T* out = static_cast<T*>(call.grad_input) + row * norm.columns;
-  each_piece<T, kTeam>(norm, aligned, [&](int64_t column, int count, bool whole) {
-    typename E::Piece grads = E::load(grad + column, 0, count, whole);
-    const typename E::Piece xs = E::load(x + column, 0, count, whole);
+  each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
+    typename E::Piece grads = E::load(grad + column, 0, count, aligned);
+    const typename E::Piece xs = E::load(x + column, 0, count, aligned);
 #pragma unroll
     for (int i = 0; i < E::kCount; ++i) {
       if (i >= count) break;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kNormThreads)
       const float g = to_float(grads.at[i]) * weight_at(norm, column + i);
       grads.at[i] = from_float<T>(scale * multiply_add(by_normal, normal, g + rest));
     }
-    E::store(out + column, grads, 0, count, whole);
+    E::store(out + column, grads, 0, count, aligned);
   });
 }
 

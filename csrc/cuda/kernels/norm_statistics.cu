@@ -11,7 +11,7 @@ namespace patchconv::kernels {
 
 namespace {
 
-// Budget: 128 registers, 96 bytes of shared memory.
+// Budget: 80 registers, 96 bytes of shared memory.
 template <typename T, int kTeam>
 __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows, const T* x, Moments* out) {
   using E = Elements<T>;
@@ -20,13 +20,13 @@ __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows
   for (int64_t row = part.row; row < part.last; row += rows.stride) {
     const T* from = x + row * rows.length;
     for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam)) {
-      const bool whole = rows.aligned && begin + row_step<T>(kTeam) <= part.end;
       typename E::Piece pieces[E::kVectors];
-      int64_t places[E::kVectors];
+      int left[E::kVectors];
 #pragma unroll
       for (int v = 0; v < E::kVectors; ++v) {
-        places[v] = piece_at<T, kTeam>(begin, v);
-        pieces[v] = E::load(from, places[v], part.end, whole);
+        const int64_t place = piece_at<T, kTeam>(begin, v);
+        left[v] = E::left(place, part.end);
+        pieces[v] = E::load(from, place, part.end, rows.aligned);
       }
       Moments mine{0, 0, 0};
       float total = 0;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows
       for (int v = 0; v < E::kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < E::kCount; ++i) {
-          if (!whole && places[v] + i >= part.end) continue;
+          if (i >= left[v]) continue;
           total += to_float(pieces[v].at[i]);
           mine.count += 1;
         }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kNormThreads, 2) moments_rows_kernel(Rows rows
       for (int v = 0; v < E::kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < E::kCount; ++i) {
-          if (!whole && places[v] + i >= part.end) continue;
+          if (i >= left[v]) continue;
           const float difference = to_float(pieces[v].at[i]) - mine.mean;
           mine.squares = multiply_add(difference, difference, mine.squares);
         }

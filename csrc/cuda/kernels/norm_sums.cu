@@ -11,7 +11,7 @@ namespace patchconv::kernels {
 
 namespace {
 
-// Budget: 96 registers, 64 bytes of shared memory.
+// Budget: 80 registers, 64 bytes of shared memory.
 template <typename T, bool kSilu, int kTeam>
 __global__ void __launch_bounds__(kNormThreads, 2)
     norm_sums_rows_kernel(NormSizes n, Rows rows, NormAffine affine, float floor, const T* grad, const T* x,
@@ -26,20 +26,19 @@ __global__ void __launch_bounds__(kNormThreads, 2)
     for (int64_t row = part.row; row < part.last; row += rows.stride) {
       const int64_t first = row * rows.length;
       for (int64_t begin = part.begin; begin < part.end; begin += row_step<T>(kTeam) / 2) {
-        const bool whole = rows.aligned && begin + row_step<T>(kTeam) / 2 <= part.end;
         typename E::Piece grads[kVectors], xs[kVectors];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           const int64_t place = piece_at<T, kTeam>(begin, v);
-          grads[v] = E::load(grad + first, place, part.end, whole);  // 0 past the end
-          xs[v] = E::load(x + first, place, part.end, whole);
+          grads[v] = E::load(grad + first, place, part.end, rows.aligned);  // 0 past the end
+          xs[v] = E::load(x + first, place, part.end, rows.aligned);
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          const int64_t place = piece_at<T, kTeam>(begin, v);
+          const int left = E::left(piece_at<T, kTeam>(begin, v), part.end);
 #pragma unroll
           for (int i = 0; i < E::kCount; ++i) {
-            if (!whole && place + i >= part.end) continue;
+            if (i >= left) continue;
             const float value = to_float(xs[v].at[i]);
             const float g = before_activation<T, kSilu>(to_float(grads[v].at[i]), numbers.map(value), floor);
             all.grad += g;
