@@ -89,9 +89,11 @@ class Counts:
 # Instructions of the machine for one of PTX, where it is not one. An and of predicates is part of a comparison;
 # addresses of 64 bits are two sums, or one multiply-add.
 WEIGHTS = (
-    (r"mov\.b32 \{|mov\.b32\s+%r\d+, \{", 1), (r"mov|cvta|ld\.param|cvt\.(s64|u64)\.(s32|u32)|cvt\.u32\.u64|and\.pred|not\.pred|or\.pred", 0),
+    (r"mov\.b32 \{|mov\.b32\s+%r\d+, \{", 1),
+    (r"mov|cvta|ld\.param|cvt\.(s64|u64)\.(s32|u32)|cvt\.u32\.u64|and\.pred|not\.pred|or\.pred", 0),
     (r"div\.s64|rem\.[su]64", 70), (r"div\.[su]32|rem\.[su]32", 20), (r"div\.rn|rcp|sqrt", 8), (r"ex2", 2),
-    (r"mul\.lo\.s64", 4), (r"mad\.lo\.s64", 4), (r"(add|sub|shl|shr|selp|and|or|xor|min|max|neg|not)\.?[a-z]*64|setp\.\w+\.[su]64", 2),
+    (r"m(ul|ad)\.lo\.s64", 4),
+    (r"(add|sub|shl|shr|selp|and|or|xor|min|max|neg|not)\.?[a-z]*64|setp\.\w+\.[su]64", 2),
 )  # fmt: skip
 KINDS = (
     ("matrices", r"mma"), ("fragments", r"ldmatrix"), ("copies", r"cp\.async"), ("shared", r"(ld|st)\.shared"),
@@ -172,28 +174,38 @@ def norm(kernel: str, images: int, channels: int, pixels: int, channels_last: bo
     return make
 
 
-ONE = ((1, 1), (1, 1))
+def conv3(
+    side: int, channels: int, pass_: str = "small", dtype: torch.dtype = HALF, layout: str = "NHWC", **more: Any
+) -> Any:
+    """3x3, padded, as many channels as before."""
+    p = Problem((side, side), (3, 3), channels, channels, padding=((1, 1), (1, 1)))
+    return conv(p, pass_, "conv_weight" if pass_ == "weight" else "conv_tiles", dtype, layout, **more)
+
+
+DOWN = Problem((56, 56), (3, 3), 64, 128, stride=(2, 2), padding=((1, 1), (1, 1)))
+STEM = Problem((56, 56), (7, 7), 3, 64, stride=(2, 2), padding=((3, 3), (3, 3)))
+DEPTHWISE = Problem((28, 28), (3, 3), 1, 1, groups=96, padding=((1, 1), (1, 1)))
 LAYERS: dict[str, Callable[[], tuple[Call, int]]] = {
-    "3x3, 64 to 64, 56x56": conv(Problem((56, 56), (3, 3), 64, 64, padding=ONE), "small", "conv_tiles"),
-    "3x3, 64 to 64, 56x56, NCHW": conv(Problem((56, 56), (3, 3), 64, 64, padding=ONE), "small", "conv_tiles", HALF, "NCHW"),
-    "3x3 stride 2, 64 to 128, 56x56": conv(Problem((56, 56), (3, 3), 64, 128, stride=(2, 2), padding=ONE), "small", "conv_tiles"),
+    "3x3, 64 to 64, 56x56": conv3(56, 64),
+    "3x3, 64 to 64, 56x56, NCHW": conv3(56, 64, layout="NCHW"),
+    "3x3 stride 2, 64 to 128, 56x56": conv(DOWN, "small", "conv_tiles"),
     "1x1, 256 to 64, 28x28": conv(Problem((28, 28), (1, 1), 256, 64), "small", "conv_tiles"),
-    "3x3, 128 to 128, 14x14": conv(Problem((14, 14), (3, 3), 128, 128, padding=ONE), "small", "conv_tiles"),
-    "3x3, 128 to 128, 7x7": conv(Problem((7, 7), (3, 3), 128, 128, padding=ONE), "small", "conv_tiles"),
-    "3x3, 64 to 64, 28x28, float32 by one product": conv(Problem((28, 28), (3, 3), 64, 64, padding=ONE), "small", "conv_tiles", FLOAT),
-    "3x3, 64 to 64, 28x28, float32 strictly": conv(Problem((28, 28), (3, 3), 64, 64, padding=ONE), "small", "conv_tiles", FLOAT, strict=True),
-    "gradient of the input, 3x3, 64, 28x28": conv(Problem((28, 28), (3, 3), 64, 64, padding=ONE), "big", "conv_tiles"),
-    "gradient of the weight, 3x3, 64, 28x28": conv(Problem((28, 28), (3, 3), 64, 64, padding=ONE), "weight", "conv_weight"),
-    "7x7 stride 2, 3 to 64, 56x56": conv(Problem((56, 56), (7, 7), 3, 64, stride=(2, 2), padding=((3, 3), (3, 3))), "small", "conv_stem"),
-    "depthwise 3x3, 96, 28x28": conv(Problem((28, 28), (3, 3), 1, 1, groups=96, padding=ONE), "small", "conv_depthwise"),
-    "depthwise 3x3, 96, 28x28, NCHW": conv(Problem((28, 28), (3, 3), 1, 1, groups=96, padding=ONE), "small", "conv_depthwise", HALF, "NCHW"),
+    "3x3, 128 to 128, 14x14": conv3(14, 128),
+    "3x3, 128 to 128, 7x7": conv3(7, 128),
+    "3x3, 64 to 64, 28x28, float32 by one product": conv3(28, 64, dtype=FLOAT),
+    "3x3, 64 to 64, 28x28, float32 strictly": conv3(28, 64, dtype=FLOAT, strict=True),
+    "gradient of the input, 3x3, 64, 28x28": conv3(28, 64, "big"),
+    "gradient of the weight, 3x3, 64, 28x28": conv3(28, 64, "weight"),
+    "7x7 stride 2, 3 to 64, 56x56": conv(STEM, "small", "conv_stem"),
+    "depthwise 3x3, 96, 28x28": conv(DEPTHWISE, "small", "conv_depthwise"),
+    "depthwise 3x3, 96, 28x28, NCHW": conv(DEPTHWISE, "small", "conv_depthwise", HALF, "NCHW"),
     "ReLU and its bits, 2^18": mask(2**18),
     "batch norm's statistics, NHWC": norm("norm_statistics", 2, 64, 784, True),
     "batch norm, NHWC": norm("norm_map", 2, 64, 784, True),
     "batch norm, NCHW": norm("norm_map", 2, 64, 784, False),
     "batch norm's gradients, NHWC": norm("norm_backward", 2, 64, 784, True),
     "batch norm's gradients, NCHW": norm("norm_backward", 2, 64, 784, False),
-}  # fmt: skip
+}
 
 
 def count(layer: str, arch: Architecture) -> dict[str, Any]:

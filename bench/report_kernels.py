@@ -10,10 +10,10 @@ from .tables import Section
 
 def sections(data: dict[str, Any]) -> Iterator[Section]:
     yield Section(
-        "Of PTX for sm_80. Counts, not times; not measured on a GPU. `others`: instructions of a warp that are no product "
-        "of matrices, for 16 that are. `shared` and `sectors`: how long shared memory is busy, and the sectors of global "
-        "memory, in units of the least. `binds`: which part of a multiprocessor is busy longest, and in the last column how "
-        "long its tensor cores are busy in units of it."
+        "Of PTX for sm_80. Counts, not times; not measured on a GPU. `others`: instructions of a warp that are no "
+        "product of matrices, for 16 that are. `shared` and `sectors`: how long shared memory is busy, and the sectors "
+        "of global memory, in units of the least. `binds`: which part of a multiprocessor is busy longest, and in the "
+        "last column how long its tensor cores are busy in units of it."
     )
     for arch in dict.fromkeys(layer["arch"] for layer in data["counts"]):
         layers = [layer for layer in data["counts"] if layer["arch"] == arch]
