@@ -87,10 +87,11 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::reside
   if constexpr (kAsync) {
     const bool masked = call.target.bits != nullptr || call.source.bits != nullptr;
     Segment now = ahead;
+    auto plane = loader.plane(ahead);
     const auto fetch = [&](int64_t number) {
       if (number < count) {
-        loader.copy(ahead, tile(number));
-        ahead.advance(mine, plan.columns_log2);
+        loader.copy(ahead, plane, tile(number));
+        if (ahead.advance(mine, plan.columns_log2)) plane = loader.plane(ahead);
       }
       commit_copies();
     };

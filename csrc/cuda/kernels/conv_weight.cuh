@@ -73,16 +73,18 @@ struct Segment {
   int64_t image;
   int depth, row, column;
 
-  PATCHCONV_DEVICE void advance(const WeightPart& mine, int columns_log2) {
+  // Whether it is in another plane than before.
+  PATCHCONV_DEVICE bool advance(const WeightPart& mine, int columns_log2) {
     column += 1 << columns_log2;
-    if (column < mine.end[2]) return;
+    if (column < mine.end[2]) return false;
     column = mine.begin[2];
     row += kSegmentPlaces >> columns_log2;
-    if (row < mine.end[1]) return;
+    if (row < mine.end[1]) return false;
     row = mine.begin[1];
-    if (++depth < mine.end[0]) return;
+    if (++depth < mine.end[0]) return true;
     depth = mine.begin[0];
     ++image;
+    return true;
   }
 };
 
@@ -168,10 +170,29 @@ class TileLoader {
 
  public:
   PATCHCONV_DEVICE TileLoader(const ConvCall& call, const WeightPart& mine, int count)
-      : call_(call), mine_(mine), count_(count) {}
+      : call_(call), mine_(mine), count_(count), linear_(is_linear(call)) {}
 
-  // Starts the copies of a segment.
-  PATCHCONV_DEVICE void copy(const Segment& at, T* to) const {
+  // Where this thread's pieces of a plane of both grids begin.
+  struct Plane {
+    const T *small, *big;
+    int small_filled, big_filled;  // bytes of a piece that exist
+  };
+
+  PATCHCONV_DEVICE Plane plane(const Segment& at) const {
+    const ConvTensor &small = call_.target, &big = call_.source;
+    const ConvLine& z = call_.lines[0];
+    const int iz = source_at(z, mine_.origin[0] + at.depth * static_cast<int>(z.step));
+    const Source first = source(small, mine_.small + at.image * small.image + at.depth * small.place[0],
+                                copied_piece(), mine_.small_left);
+    const Source other = source(big, mine_.big + at.image * big.image + iz * big.place[0], copied_piece(),
+                                iz >= 0 ? mine_.big_left : 0);
+    return {first.data + first.offset, other.data + other.offset, first.filled * kBytes,
+            other.filled * kBytes};
+  }
+
+  // Starts the copies of a segment in this plane.
+  PATCHCONV_DEVICE void copy(const Segment& at, const Plane& plane, T* to) const {
+    if (linear_) return copy_linear(at, plane, to);
     for (int i = 0; copied_row(i) < count_; ++i) {
       const Source from = source(at, copied_row(i), copied_piece());
       copy_async(piece_at(to, copied_row(i), copied_piece()), from.data + (from.filled > 0 ? from.offset : 0),
@@ -243,13 +264,60 @@ class TileLoader {
     int filled;  // elements that exist
   };
 
+  static constexpr int kBytes = sizeof(T);
+  static constexpr int kRowsAtOnce = Tile::kThreads / Tile::kPieces;  // that all threads copy
+
   // The row, and the piece in it, of the i-th piece that this thread copies.
-  PATCHCONV_DEVICE static int copied_row(int i) {
-    return thread_index() / Tile::kPieces + i * (Tile::kThreads / Tile::kPieces);
-  }
+  PATCHCONV_DEVICE static int copied_row(int i) { return thread_index() / Tile::kPieces + i * kRowsAtOnce; }
   PATCHCONV_DEVICE static int copied_piece() { return thread_index() % Tile::kPieces; }
   PATCHCONV_DEVICE static Piece* piece_at(T* tile, int row, int piece) {
     return reinterpret_cast<Piece*>(tile + row * kTilePitch + piece * Tile::kCount);
+  }
+
+  // Whether the bytes from a place to another are a sum of multiples, of numbers of 32 bits, of lines and
+  // columns.
+  PATCHCONV_DEVICE static bool is_linear(const ConvCall& call) {
+    const auto narrow = [](int64_t stride) { return stride * kBytes == static_cast<int>(stride * kBytes); };
+    return call.mode == PaddingMode::kZeros && narrow(call.target.place[1]) && narrow(call.target.place[2]) &&
+           narrow(call.source.place[1]) && narrow(call.source.place[2]);
+  }
+
+  // So many lines and columns from there. What is there is not read if it is outside.
+  PATCHCONV_DEVICE static const T* moved(const T* from, const ConvTensor& tensor, int lines, int columns) {
+    const int line = static_cast<int>(tensor.place[1]) * kBytes,
+              column = static_cast<int>(tensor.place[2]) * kBytes;
+    const uint64_t bytes = reinterpret_cast<uint64_t>(from) + static_cast<uint64_t>(int64_t{lines} * line) +
+                           static_cast<uint64_t>(int64_t{columns} * column);
+    return reinterpret_cast<const T*>(bytes);
+  }
+
+  PATCHCONV_DEVICE void copy_linear(const Segment& at, const Plane& plane, T* to) const {
+    const ConvLine &y = call_.lines[1], &x = call_.lines[2];
+    const int lines = static_cast<int>(y.count) - at.row, columns = static_cast<int>(x.count) - at.column;
+    const TileRow* place = mine_.rows + copied_row(0);
+    to += copied_row(0) * kTilePitch + copied_piece() * Tile::kCount;
+    const T* const small = moved(plane.small, call_.target, at.row, at.column);
+#pragma unroll
+    for (int i = 0; i < Tile::kSmallPieces; ++i) {
+      const TileRow row = place[i * kRowsAtOnce];
+      copy_async(to + i * kRowsAtOnce * kTilePitch, moved(small, call_.target, row.line, row.column),
+                 row.line < lines && row.column < columns ? plane.small_filled : 0);
+    }
+    const int step = static_cast<int>(y.step);
+    const int top = mine_.origin[1] + at.row * step;
+    const int left = mine_.origin[2] + at.column * static_cast<int>(x.step);
+    const T* const big = moved(plane.big, call_.source, top, left);
+    const auto height = static_cast<uint32_t>(y.source), width = static_cast<uint32_t>(x.source);
+    const int right = static_cast<int>(x.last()) - left;
+    for (int i = Tile::kSmallPieces; copied_row(i) < count_; ++i) {
+      const TileRow row = place[i * kRowsAtOnce];
+      const int line = row.line * step;
+      const bool inside = row.line < lines && row.column <= right &&
+                          static_cast<uint32_t>(top + line) < height &&
+                          static_cast<uint32_t>(left + row.column) < width;
+      copy_async(to + i * kRowsAtOnce * kTilePitch, moved(big, call_.source, line, row.column),
+                 inside ? plane.big_filled : 0);
+    }
   }
 
   // `marks`: the byte that holds the first element's bit.
@@ -298,6 +366,7 @@ class TileLoader {
   const ConvCall& call_;
   const WeightPart& mine_;
   int count_;  // rows of a segment
+  bool linear_;
 };
 
 }  // namespace patchconv::kernels
