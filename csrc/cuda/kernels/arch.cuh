@@ -55,6 +55,23 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
                "r"(filled)
                : "memory");
 }
+// Zeros in place of the bytes if they are not `there`: then nothing is read.
+PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
+  asm volatile(
+      "{\n"
+      ".reg .pred absent;\n"
+      "setp.eq.u32 absent, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, absent;\n"
+      "}" ::"r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+// Four bytes of them.
+PATCHCONV_DEVICE void copy_word_async_where(void* shared, const void* global, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(there ? 4 : 0)
+               : "memory");
+}
 PATCHCONV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending groups are incomplete.
 template <int kPending>
@@ -150,6 +167,12 @@ PATCHCONV_DEVICE double multiply_add(double a, double b, double c) { return __fm
 PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 PATCHCONV_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 PATCHCONV_DEVICE float exponential(float x) { return expf(x); }
+
+// The same number, which the compiler keeps instead of computing it again where it is used.
+PATCHCONV_DEVICE int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // The high half of a product.
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }

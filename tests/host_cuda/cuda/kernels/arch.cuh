@@ -64,6 +64,16 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
   }
   host_cuda::start_copy(shared, global, 16, static_cast<size_t>(filled));
 }
+PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
+  copy_async(shared, there ? global : shared, there ? 16 : 0);
+}
+PATCHCONV_DEVICE void copy_word_async_where(void* shared, const void* global, bool there) {
+  if (reinterpret_cast<uintptr_t>(shared) % 4 != 0 ||
+      (there && reinterpret_cast<uintptr_t>(global) % 4 != 0)) {
+    throw LaunchError("an asynchronous copy that is not aligned to 4 bytes");
+  }
+  host_cuda::start_copy(shared, there ? global : shared, 4, there ? 4 : 0);
+}
 PATCHCONV_DEVICE void commit_copies() { host_cuda::end_copy_group(); }
 template <int kPending>
 PATCHCONV_DEVICE void wait_for_copies() {
@@ -191,6 +201,8 @@ PATCHCONV_DEVICE uint32_t to_tf32(float x) {
   if (x != x || x - x != 0) return bits;  // not a number, infinite
   return (bits + 0x1000u) & 0xffffe000u;
 }
+
+PATCHCONV_DEVICE int kept(int x) { return x; }
 
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
