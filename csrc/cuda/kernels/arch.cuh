@@ -30,6 +30,20 @@ PATCHCONV_DEVICE T* shared_memory() {
   return reinterpret_cast<T*>(raw_shared_memory);
 }
 
+// Accesses to 16 bytes of global memory, aligned to them. The compiler splits some stores of larger types.
+PATCHCONV_DEVICE void store_words(void* p, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+PATCHCONV_DEVICE void load_words(uint32_t (&words)[4], const void* p) {
+  const uint4 all = *static_cast<const uint4*>(p);
+  words[0] = all.x;
+  words[1] = all.y;
+  words[2] = all.z;
+  words[3] = all.w;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Barriers and exchanges: all threads of the warp or of the block must take part
 
@@ -38,6 +52,11 @@ PATCHCONV_DEVICE void warp_barrier() { __syncwarp(); }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
+}
+// What lane `lane` passes.
+template <typename T>
+PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 // One bit per lane: the lanes that vote true.
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) { return __ballot_sync(0xffffffffu, vote); }
@@ -156,6 +175,25 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
   BFloat16 y;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
+}
+
+// Two of them, the first in the lower half.
+PATCHCONV_DEVICE uint32_t pair_of(Half, float x, float y) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+  return both;
+}
+PATCHCONV_DEVICE uint32_t pair_of(BFloat16, float x, float y) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+  return both;
+}
+
+// The larger number; NaN if one is.
+PATCHCONV_DEVICE float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 // A product and a sum that are never fused into a multiply-add, which rounds once where stock rounds twice.

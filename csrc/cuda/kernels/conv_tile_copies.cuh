@@ -89,21 +89,17 @@ struct SourceCopies {
 
   Part part;
   const char* from;   // this thread's piece at the slice's first place
-  const char* bits;   // of the slice's first place, the word of the chunk's first channels
   int channels_left;  // from this thread's first one on
   int left;           // rounds that the tile still needs, not counting those that wait for room
   int round, entry;   // the next one, and where this thread's entry of the one after it lies
   int at[kRounds];    // the next one's entries
-  int to, words;      // where this thread's piece of it goes, and from its entry to its place's word of bits
+  int to;             // where this thread's piece of it goes
 
   PATCHCONV_DEVICE void begin(const ConvCall& call, const Tiling& tiling, const Work& work) {
     if constexpr (!kGather) {
       const int piece = thread_index() % kChunkPieces;
       const Halo halo = halo_of<T>(call, tiling, work, part);
       from = static_cast<const char*>(call.source.data) + (halo.base + piece * kPieceOf<T>)*int{sizeof(T)};
-      if (tiling.bits_in_words) {
-        bits = reinterpret_cast<const char*>(call.source.bits) + halo.base / 32 * kWordBytes;
-      }
       channels_left = halo.channels - piece * kPieceOf<T>;
       if (part.chunk == 0) write_table<T, Shape>(call, tiling, work, part.tap_group);
     }
@@ -113,7 +109,6 @@ struct SourceCopies {
   PATCHCONV_DEVICE void next(const ConvCall& call, const Tiling& tiling, const Work& work, int tile) {
     if (next_part(tiling, part)) {
       from += kChunkBytes;
-      if (tiling.bits_in_words && part.chunk * kChunkOf<T> % 32 == 0) bits += kWordBytes;
       channels_left -= kChunkOf<T>;
     } else if (part.slice < call.lines[0].taps) {
       begin(call, tiling, work);
@@ -128,8 +123,8 @@ struct SourceCopies {
     if constexpr (!kGather) {
       to += first_piece();
       entry = first_entry(tiling);
-      words = tiling.words + tile / kChunkBytes * 4 - tiling.table;
       load_entries();
+      if (tiling.bits_in_words && left > 0) copy_words(call, tiling, tile);
     }
   }
 
@@ -156,21 +151,32 @@ struct SourceCopies {
         copy_async_where(shared + to + i * Shape::kThreads * 16, from + int64_t{at[i]} * 16,
                          at[i] >= 0 && channels_left > 0);
       }
-      if (tiling.bits_in_words && thread_index() % kChunkPieces == 0) {
-#pragma unroll
-        for (int i = 0; i < kRounds; ++i) {
-          const int word = entry + words + (i - kRounds) * Shape::kRoundPlaces * int{sizeof(int)};
-          copy_word_async_where(shared + word, bits + int64_t{at[i]} * kPieceOf<T> / 8,
-                                at[i] >= 0 && channels_left > 0);
-        }
-      }
       load_entries();
       to += kRounds * Shape::kThreads * 16;
     }
     left -= kRounds;
   }
 
+  // The words of bits of a tile. A warp copies those of the places whose pieces it copies.
+  PATCHCONV_DEVICE void copy_words(const ConvCall& call, const Tiling& tiling, int tile) const {
+    const int mine = thread_index() / kChunkPieces, piece = thread_index() % kChunkPieces;
+    const int64_t first = (from - static_cast<const char*>(call.source.data)) / int{sizeof(T)} / 32;
+    const char* const bits = reinterpret_cast<const char*>(call.source.bits) + first * kWordBytes;
+    const bool there = channels_left + piece * kPieceOf<T> > 0;
+    char* const shared = shared_memory<char>();
+    char* const words = shared + tiling.words + tile / kChunkBytes * kWordBytes;
+    const int* const entries = reinterpret_cast<const int*>(shared + tiling.table);
+    for (int round = piece; round < tiling.rounds; round += kChunkPieces) {
+      const int place = mine + round * Shape::kRoundPlaces, entry = entries[place];
+      copy_word_async_where(words + place * kWordBytes, bits + int64_t{entry} * kPieceOf<T> / 8,
+                            entry >= 0 && there);
+    }
+  }
+
   PATCHCONV_DEVICE void copy_all(const ConvCall& call, const Tiling& tiling, const Work& work) {
+    if constexpr (!kGather) {
+      if (tiling.bits_in_words && tiling.plan.buffers == 1) copy_words(call, tiling, 0);
+    }
     for (left = tiling.rounds; left > 0;) copy(call, tiling, work);
   }
   // At most `share` rounds.
@@ -190,7 +196,7 @@ PATCHCONV_DEVICE void finish_tile(const ConvCall& call, const Tiling& tiling, co
     mask_tile<T, Shape>(call, tiling, work, part, shared + tile);
   }
   if (!kRound && !tiling.bits_in_words) return;
-  // A thread has copied the words of four.
+  // Another thread of the warp has copied the word.
   if (tiling.bits_in_words) warp_barrier();
   char* at = shared + tile + first_piece();
   const auto* word = reinterpret_cast<const uint32_t*>(shared + tiling.words + tile / kChunkBytes * 4) +

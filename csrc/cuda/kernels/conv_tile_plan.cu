@@ -32,15 +32,20 @@ void fit(ConvTilePlan& plan, bool strict, bool wide, int64_t shared_limit) {
 }
 
 // What a plan costs: tiles, times the places that each computes and reads. Reads that nothing in the block
-// overlaps count twice. Blocks of four warps cost half where two share a multiprocessor, whose memory is a
-// little more than a block may have; registers keep blocks of eight warps alone.
+// overlaps count twice, those that only one tap does half as much more. Blocks of four warps cost half where
+// two share a multiprocessor, whose memory is a little more than a block may have; registers keep blocks of
+// eight warps alone.
 double cost_of(const ConvTilePlan& plan, bool strict, bool wide, const ConvLine& y, const ConvLine& x,
                int64_t shared_limit) {
   constexpr int64_t kReserved = 1024;  // per block
   const int64_t columns = int64_t{1} << plan.columns_log2;
   const auto tiles = static_cast<double>(round_up(y.count, kPlaces / columns) * round_up(x.count, columns));
-  const auto reads = static_cast<double>(round_up(std::max(y.taps, 1), plan.tap_rows) * plan.rows *
-                                         plan.columns * (plan.buffers == 1 || !plan.table ? 2 : 1));
+  auto reads = static_cast<double>(round_up(std::max(y.taps, 1), plan.tap_rows) * plan.rows * plan.columns);
+  if (plan.buffers == 1 || !plan.table) {
+    reads *= 2;
+  } else if (plan.buffers == 2 && fewest_taps(plan, y, x) <= 1) {
+    reads *= 1.5;
+  }
   const double work = tiles * (kPlaces * std::max(y.taps * x.taps, 1) + reads);
   const bool pairs = 2 * (plan.shared_bytes + kReserved) <= shared_limit + kReserved;
   return !wide && !strict && !pairs ? 2 * work : work;
@@ -71,7 +76,7 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
          tap_rows = tap_rows > 1 ? (tap_rows + 1) / 2 : 0) {
       const int64_t rows = tap_rows == 1 ? high : reach(y, high, tap_rows);
       if (rows * columns * kChunkBytes > shared_limit) continue;
-      for (const int buffers : {2, 1}) {
+      for (const int buffers : {3, 2, 1}) {
         ConvTilePlan plan;
         plan.columns_log2 = log2;
         plan.high = static_cast<int>(high);
@@ -82,6 +87,7 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
         plan.row_step = tap_rows == 1 ? static_cast<int>(y.step) : 1;
         plan.row_pitch = tap_rows == 1 ? 1 : static_cast<int>(y.step);
         plan.buffers = buffers;
+        if (buffers == 3 && fewest_taps(plan, y, x) > 1) continue;  // two are enough
         fit(plan, strict, wide, shared_limit);
         if (plan.shared_bytes == 0) continue;
         const double cost = cost_of(plan, strict, wide, y, x, shared_limit);

@@ -27,7 +27,6 @@ struct Loop {
 
   SourceCopies<T, kGather, kRound, Shape> source = {};
   WeightCopies<T, Shape> weights = {};
-  int share = 0;  // rounds of copies of the source, per step
 
   // Of the step that is multiplied.
   Part part = {};
@@ -46,7 +45,6 @@ struct Loop {
     rows_left = rows_of(call, tiling, part.tap_group);
     columns_left = call.lines[2].taps;
     from = tile;
-    share = part.tap_group + 1 < tiling.tap_groups ? tiling.share : tiling.last_share;
   }
 
   // Copies the first tiles and the weights of the first steps, in a group for each step.
@@ -65,7 +63,7 @@ struct Loop {
         source.next(call, tiling, work, i + 1 < buffers ? (i + 1) * tiling.halo_bytes : 0);
       }
       copy_weights(to);
-      if (i == kStages - 2) source.copy_some(share, call, tiling, work);
+      if (i == kStages - 2) source.copy_some(tiling.share, call, tiling, work);
       commit_copies();
     }
     wait_for_copies<kStages - 2>();
@@ -82,22 +80,21 @@ struct Loop {
     if constexpr (!kGather) finish_tile<T, kRound, Shape>(call, tiling, work, part, tile);
   }
 
-  // Goes on to the next part. `taps`: of the one before.
-  PATCHCONV_DEVICE void next_tile(int taps) {
-    const int buffers = tiling.plan.buffers;
+  // Goes on to the next part.
+  PATCHCONV_DEVICE void next_tile() {
     next_part(tiling, part);
-    if (buffers == 1 && steps_left > 0) {
+    if (tiling.plan.buffers == 1 && steps_left > 0) {
       block_barrier();  // all threads have loaded what they need of the tile
       source.copy_all(call, tiling, work);
       commit_copies();
     }
-    source.next(call, tiling, work,
-                tile);  // whose place is free when all threads have passed the next barrier
+    // The place of the tile before is free when all threads have passed the next barrier.
+    source.next(call, tiling, work, tile);
     tile += tiling.halo_bytes;
     if (tile == tiling.weights) tile = 0;
     begin_part();
-    if (buffers == 1 || (buffers == 2 && taps == 1)) {
-      wait_for_copies<0>();  // the last copies belong to the last step
+    if (tiling.late) {
+      wait_for_copies<0>();
     } else {
       wait_for_copies<kStages - 3>();
     }
@@ -111,13 +108,13 @@ struct Loop {
     if (--columns_left == 0) {
       columns_left = call.lines[2].taps;
       from += tiling.tap_down;
-      if (--rows_left == 0) next_tile(rows_of(call, tiling, part.tap_group) * call.lines[2].taps);
+      if (--rows_left == 0) next_tile();
     }
     wait_for_copies<kStages - 3>();
     block_barrier();
 
     copy_weights(stage_before);  // of the step that is kStages - 1 ahead
-    source.copy_some(share, call, tiling, work);
+    source.copy_some(tiling.share, call, tiling, work);
     commit_copies();
     stage_before = stage;
     stage = next_stage(stage);
@@ -184,22 +181,23 @@ PATCHCONV_DEVICE void store(const ConvCall& call, const Tiling& tiling, const Wo
   const int warp = thread_index() / kWarp;
   const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
   float* stage = shared_memory<float>() + warp * kStagePlaces * kStagePitch;
+  const int output = work.output + across * kStageOutputs;
+  const Finish finish = finish_of<T>(call, work.group, output);
 #pragma unroll
   for (int round = 0; round < Shape::kMatrices / 2; ++round) {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n * 8, sums[2 * round + m][n]);
+      for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n, sums[2 * round + m][n], finish);
     }
     warp_barrier();
     const int first = down * Shape::kWarpPlaces + round * kStagePlaces;
-    store_stage<T>(call, stage, work.group, work.output + across * kStageOutputs,
-                   [&](int i) { return target_of(call, tiling, work, first + i); });
+    store_stage<T>(call, stage, work.group, output, target_of(call, tiling, work, first + lane_index()));
     warp_barrier();
   }
 }
 
-// Budget: 255 registers, 101376 bytes of shared memory, tensor cores.
+// Budget: 248 registers, 101376 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kGather, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall call, Tiling tiling) {
   const Work work = work_of<Shape>(call, tiling);
@@ -252,11 +250,9 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
   tiling.bits_in_words = plan.words && call.source.bits != nullptr && has_words(call);
   tiling.rounds = places / Shape::kRoundPlaces;
   // The last tap of a tile is too late for copies of the next one, unless it is the only tap.
-  const auto share = [&](int rows) {
-    return static_cast<int>(round_up(tiling.rounds, std::max(rows * x.taps - 1, 1)));
-  };
-  tiling.share = share(plan.tap_rows);
-  tiling.last_share = share(y.taps - (tiling.tap_groups - 1) * plan.tap_rows);
+  const int fewest = fewest_taps(plan, y, x);
+  tiling.share = static_cast<int>(round_up(tiling.rounds, std::max(fewest - 1, 1)));
+  tiling.late = plan.buffers == 1 || (plan.buffers == 2 && fewest <= 1);
 
   tiling.tap_across = static_cast<int>(x.distance) * kChunkBytes;
   tiling.tap_down = static_cast<int>(y.distance) * plan.columns * kChunkBytes - x.taps * tiling.tap_across;

@@ -41,6 +41,12 @@ inline int64_t roomy(int64_t rows, int64_t columns) {
   return round_up(rows * columns, Wide::kRoundPlaces) * Wide::kRoundPlaces;
 }
 
+// The fewest taps that a halo tile serves.
+inline int fewest_taps(const ConvTilePlan& plan, const ConvLine& y, const ConvLine& x) {
+  const int rest = y.taps % plan.tap_rows;
+  return (rest > 0 ? rest : plan.tap_rows) * x.taps;
+}
+
 // What is known of a launch before it starts. Distances are in bytes.
 struct Tiling {
   ConvTilePlan plan;
@@ -53,10 +59,10 @@ struct Tiling {
   // In shared memory: halo tiles, from `weights` on weights, from `words` on a word of bits for each place of
   // a tile, and from `table` on a number for each place.
   int halo_bytes, weights, words, table;
-  bool bits_in_words;  // the source has bits, and those of a place's chunk lie in one word
-  int rounds;          // of copies that fill a halo tile
-  // Rounds per step that fill the next tile in time, in a whole group of rows of taps and in the last one.
-  int share, last_share;
+  bool bits_in_words;        // the source has bits, and those of a place's chunk lie in one word
+  int rounds;                // of copies that fill a halo tile
+  int share;                 // of them per step: fills the next tile in time
+  bool late;                 // the last share belongs to the last step before the tile is needed
   int tap_across, tap_down;  // in a halo tile, from a tap to the next one, and from a row's last one
   int64_t weight_across, weight_down;  // the same in the weight
   int64_t weight_round;                // between a thread's copies

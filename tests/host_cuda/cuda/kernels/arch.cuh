@@ -31,6 +31,20 @@ PATCHCONV_DEVICE T* shared_memory() {
   return static_cast<T*>(host_cuda::shared_memory());
 }
 
+PATCHCONV_DEVICE void store_words(void* p, const uint32_t (&words)[4]) {
+  struct alignas(16) Words {
+    uint32_t at[4];
+  };
+  *static_cast<Words*>(p) = {words[0], words[1], words[2], words[3]};
+}
+PATCHCONV_DEVICE void load_words(uint32_t (&words)[4], const void* p) {
+  struct alignas(16) Words {
+    uint32_t at[4];
+  };
+  const Words all = *static_cast<const Words*>(p);
+  std::memcpy(words, all.at, sizeof(words));
+}
+
 PATCHCONV_DEVICE void block_barrier() { host_cuda::block_barrier(); }
 PATCHCONV_DEVICE void warp_barrier() {
   const char nothing = 0;
@@ -47,6 +61,10 @@ PATCHCONV_DEVICE T lane_value(const unsigned char* all, int from) {
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
+}
+template <typename T>
+PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane);
 }
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
   const unsigned char* all = host_cuda::warp_exchange("a ballot", &vote, 1);
@@ -167,6 +185,12 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
   return {x != x ? uint16_t{0x7fff} : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
+
+template <typename T>
+PATCHCONV_DEVICE uint32_t pair_of(T, float x, float y) {
+  return from_float<T>(x).bits | static_cast<uint32_t>(from_float<T>(y).bits) << 16;
+}
+PATCHCONV_DEVICE float larger(float x, float y) { return x != x || x > y ? x : y; }
 
 // Compiled with -ffp-contract=off.
 PATCHCONV_DEVICE float multiply(float a, float b) { return a * b; }
