@@ -311,9 +311,10 @@ void run_native_grid(const ConvProblem& problem, ConvPass pass, const Tensor& so
     return record(problem, pass, kernel, 1);
   }
   Tensor packed;
-  if (kernel == Kernel::kTiles && !kernels::conv_reads_weight(type, call)) {
+  if (kernel == Kernel::kTiles && !kernels::conv_reads_weight(type, strict(), call)) {
     packed = at::empty({kernels::conv_packed_elements(type, call, dims.kernel())}, weight.options());
-    call.weight = kernels::launch_conv_pack(type, call, dims.kernel(), packed.mutable_data_ptr(), stream);
+    call.weight =
+        kernels::launch_conv_pack(type, strict(), call, dims.kernel(), packed.mutable_data_ptr(), stream);
   } else if (kernel == Kernel::kStem) {
     packed = at::empty({stem_elements(problem, pass, type)}, weight.options());
   }

@@ -69,17 +69,8 @@ def instead(text: str, other: str) -> Callable[[str], str]:
 
 def a_step_early(source: str) -> str:
     """Weights are copied before the barrier that says that all threads are done with what they replace."""
-    barrier = "    block_barrier();\n\n"
-    begin = source.index(barrier + "    if (ahead.slice < slices) {\n")
-    copy = begin + len(barrier)
-    end = source.index("    }\n", copy) + len("    }\n")
-    return source[:begin] + source[copy:end] + barrier + source[end:]
-
-
-def fewer_stages(source: str) -> str:
-    """The ring of weights has one stage less than copies are ahead."""
-    assert source.count("% kStages") == 2
-    return source.replace("% kStages", "% (kStages - 1)")
+    barrier, copy = "    block_barrier();\n\n", "    copy_weights(stage_before);"
+    return instead(barrier + copy, copy + "\n" + barrier)(source)
 
 
 def tiles() -> Call:
@@ -95,18 +86,26 @@ def depthwise() -> Call:
 
 
 MISTAKES = {
-    "no barrier before products": Mistake("conv_tiles.cu", without("    block_barrier();\n", "\n    if (ahead"), tiles),
+    "no barrier before products": Mistake(
+        "conv_tiles.cu", without("    block_barrier();\n", "\n    copy_weights(stage_before)"), tiles
+    ),
     "weights copied early": Mistake("conv_tiles.cu", a_step_early, tiles),
     "waits for one group less": Mistake(
-        "conv_tiles.cu", instead("wait_for_copies<kStages - 2>()", "wait_for_copies<kStages - 1>()"), tiles
-    ),
-    "a ring one stage short": Mistake("conv_tiles.cu", fewer_stages, tiles),
-    "one tile in place of two": Mistake(
         "conv_tiles.cu",
-        instead("char* other = tile == halos ? halos + halo_bytes : halos;", "char* other = tile;"),
+        instead(
+            "wait_for_copies<kStages - 3>();\n    block_barrier", "wait_for_copies<kStages - 2>();\n    block_barrier"
+        ),
         tiles,
     ),
-    "no barrier before the results": Mistake("conv_tiles.cu", without("  block_barrier();\n", "  float* stage"), tiles),
+    "a ring one stage short": Mistake(
+        "conv_tiles.cu",
+        instead("return at == tiling.weights + kStages *", "return at == tiling.weights + (kStages - 1) *"),
+        tiles,
+    ),
+    "one tile in place of two": Mistake(
+        "conv_tiles.cu", instead("i + 1 < buffers ? (i + 1) * tiling.halo_bytes : 0", "0"), tiles
+    ),
+    "no barrier before the results": Mistake("conv_tiles.cu", without("  block_barrier();\n", "  store<T"), tiles),
     "no warp barrier before a store": Mistake(
         "conv_tiles.cu", without("    warp_barrier();\n", "    const int first = down"), tiles
     ),

@@ -121,12 +121,12 @@ void tiles(const Case& c) {
     const ConvTilePlan plan = plan_conv_tiles(c.type, problem.strict(), whole, call.outputs, shared_limit());
     check_served(plan.buffers > 0);
     check_served(call.epilogue.bits == nullptr || conv_writes_bits(call, /*depthwise=*/false));
-    if (!conv_reads_weight(c.type, call)) {
+    if (!conv_reads_weight(c.type, problem.strict(), call)) {
       const std::array<int64_t, 3> kernel{problem.dims[0].kernel, problem.dims[1].kernel,
                                           problem.dims[2].kernel};
       const int64_t bytes = conv_packed_elements(c.type, call, kernel) * (c.type == Type::kFloat ? 4 : 2);
       packed.assign(static_cast<size_t>(bytes), 0x7f);
-      call.weight = launch_conv_pack(c.type, call, kernel, packed.data(), nullptr);
+      call.weight = launch_conv_pack(c.type, problem.strict(), call, kernel, packed.data(), nullptr);
     }
     launch_conv_tiles(c.type, problem.strict(), plan, call, nullptr);
   });

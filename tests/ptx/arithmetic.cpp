@@ -154,6 +154,7 @@ void add_floats(Operations& o, const std::string& type) {
   unary<T, [](T a) { return std::fabs(a); }>(o, "abs" + end);
   binary<T, [](T a, T b) { return std::fmin(a, b); }>(o, "min" + end);
   binary<T, [](T a, T b) { return std::fmax(a, b); }>(o, "max" + end);
+  binary<T, [](T a, T b) { return a != a ? a : b != b ? b : std::fmax(a, b); }>(o, "max.NaN" + end);
   add_comparisons<T>(o, type);
 }
 

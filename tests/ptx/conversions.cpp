@@ -78,6 +78,12 @@ void add_conversions(Operations& o) {
   o["cvt.f32.f16"] = operation(&map<from_half, float, uint16_t>);
   o["cvt.rn.f16.f32"] = operation(&map<to_half, uint16_t, float>);
   o["cvt.rn.bf16.f32"] = operation(&map<to_bfloat16, uint16_t, float>);
+  o["cvt.rn.f16x2.f32"] =
+      operation(&map<[](float high, float low) { return to_half(low) | uint32_t{to_half(high)} << 16; },
+                     uint32_t, float, float>);
+  o["cvt.rn.bf16x2.f32"] = operation(
+      &map<[](float high, float low) { return to_bfloat16(low) | uint32_t{to_bfloat16(high)} << 16; },
+           uint32_t, float, float>);
   o["cvt.rna.tf32.f32"] = operation(&map<to_tf32, uint32_t, float>);
   // Generic addresses are those of global memory; shared memory is only used by addresses of its own.
   o["cvta.to.global.u64"] = operation(&map<[](uint64_t a) { return a; }, uint64_t, uint64_t>);

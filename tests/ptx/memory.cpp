@@ -170,18 +170,20 @@ void store(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   count(instruction, addresses, lanes, size_t{instruction.width} * instruction.elements);
 }
 
-// 16 bytes to shared memory, from global memory, of which only the first few are read.
+// 16 or 4 bytes to shared memory, from global memory, of which only the first few are read.
 void copy(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   const auto& r = instruction.registers;
   const size_t bytes = instruction.width;
   uint64_t to[kLanes], from[kLanes];
   uint32_t reading = 0;
   for (size_t i = 0; i < 4 && r[i] != kNone; ++i) warp.check_defined(instruction, r[i], lanes);
+  if (instruction.ignores != kNone) warp.check_defined(instruction, instruction.ignores, lanes);
   each_lane(lanes, [&](int lane) {
     warp.speak_for(lane);
     to[lane] = warp.lanes_of(r[0])[lane] + static_cast<uint64_t>(instruction.offsets[0]);
     from[lane] = warp.lanes_of(r[1])[lane] + static_cast<uint64_t>(instruction.offsets[1]);
-    const size_t filled = r[3] == kNone ? bytes : static_cast<uint32_t>(warp.lanes_of(r[3])[lane]);
+    size_t filled = r[3] == kNone ? bytes : static_cast<uint32_t>(warp.lanes_of(r[3])[lane]);
+    if (instruction.ignores != kNone && warp.lanes_of(instruction.ignores)[lane] != 0) filled = 0;
     if (filled > bytes) refuse(instruction, "more bytes than the copy has", filled);
     check_aligned(instruction, to[lane], bytes);
     check_aligned(instruction, from[lane], bytes);
@@ -281,6 +283,8 @@ void add_memory(Operations& o) {
   copying.space = Space::kShared;
   copying.width = 16;
   o["cp.async.cg.shared.global"] = copying;
+  copying.width = 4;
+  o["cp.async.ca.shared.global"] = copying;
   o["cp.async.commit_group"] = own_operation(&commit, 0);
   o["cp.async.wait_group"] = own_operation(&wait, 0);
   Instruction matrices = own_operation(&load_matrices<false>, 4, Flow::kTogether);

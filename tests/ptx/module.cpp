@@ -5,6 +5,7 @@
 #include <cctype>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -118,6 +119,18 @@ class Reader {
     return found->second;
   }
 
+  // Registers that are not a row of numbered ones, as inline assembly has: %p<7> is such a row.
+  void declare(std::string_view text) {
+    const std::string_view name = trimmed(text.substr(text.find_first_of(" \t")));
+    if (name.find('<') != std::string_view::npos) return;
+    numbered(std::string(name));
+    if (text.substr(0, 5) == ".pred") predicates_.insert(std::string(name));
+  }
+  bool is_predicate(const std::string& name) const {
+    return predicates_.count(name) > 0 ||
+           (name.substr(0, 2) == "%p" && std::isdigit(static_cast<unsigned char>(name[2])));
+  }
+
   uint32_t value(std::string_view word) {
     const std::string name(word);
     const bool is_new = numbers_.count(name) == 0;
@@ -145,6 +158,7 @@ class Reader {
 
   void statement(std::string_view line) {
     while (line.substr(0, 2) == "//") line = trimmed(line.substr(std::min(line.find('\n'), line.size())));
+    if (line.substr(0, 5) == ".reg ") return declare(trimmed(line.substr(5)));
     if (line.empty() || line[0] == '.') return;
     Instruction instruction;
     instruction.text = line;
@@ -196,7 +210,12 @@ class Reader {
       }
       size_t end = at;
       while (end < text.size() && part_of_word(text[end])) ++end;
-      instruction.registers.at(count++) = value(text.substr(at, end - at));
+      const std::string_view word = text.substr(at, end - at);
+      if (instruction.name.substr(0, 10) == "cp.async.c" && is_predicate(std::string(word))) {
+        instruction.ignores = value(word);
+      } else {
+        instruction.registers.at(count++) = value(word);
+      }
       at = end;
     }
   }
@@ -204,6 +223,7 @@ class Reader {
   std::string_view text_;
   Kernel kernel_;
   std::map<std::string, uint32_t> numbers_;
+  std::set<std::string> predicates_;  // that were declared by a name of their own
   std::map<std::string, size_t> labels_;
   std::vector<std::pair<size_t, std::string>> branches_;
 };

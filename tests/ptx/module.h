@@ -49,6 +49,7 @@ struct Instruction {
   uint8_t results = 0;                          // how many of `registers`, from the first, are written
   uint32_t predicate = kNone;                   // it is executed where this register is ...
   bool predicate_is = true;                     // ... this
+  uint32_t ignores = kNone;                     // a copy writes zeros where this predicate is true
   int32_t target = -1;                          // of a branch
   std::array<uint32_t, 14> registers = none();  // in the order of the text
   std::array<int64_t, 2> offsets{};             // of its addresses

@@ -21,6 +21,7 @@ void set_operation(Instruction& instruction, std::string_view name) {
   set.predicate_is = instruction.predicate_is;
   set.registers = instruction.registers;
   set.offsets = instruction.offsets;
+  set.ignores = instruction.ignores;
   instruction = set;
 }
 

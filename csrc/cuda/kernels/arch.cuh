@@ -30,6 +30,20 @@ PATCHCONV_DEVICE T* shared_memory() {
   return reinterpret_cast<T*>(raw_shared_memory);
 }
 
+// Accesses to 16 bytes of global memory, aligned to them. The compiler splits some stores of larger types.
+PATCHCONV_DEVICE void store_words(void* p, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words[0]), "r"(words[1]),
+               "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+PATCHCONV_DEVICE void load_words(uint32_t (&words)[4], const void* p) {
+  const uint4 all = *static_cast<const uint4*>(p);
+  words[0] = all.x;
+  words[1] = all.y;
+  words[2] = all.z;
+  words[3] = all.w;
+}
+
 // ---------------------------------------------------------------------------------------------------------
 // Barriers and exchanges: all threads of the warp or of the block must take part
 
@@ -38,6 +52,11 @@ PATCHCONV_DEVICE void warp_barrier() { __syncwarp(); }
 template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return __shfl_xor_sync(0xffffffffu, value, lanes);
+}
+// What lane `lane` passes.
+template <typename T>
+PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 // One bit per lane: the lanes that vote true.
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) { return __ballot_sync(0xffffffffu, vote); }
@@ -53,6 +72,23 @@ PATCHCONV_DEVICE uint32_t shared_address(const void* p) {
 PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(filled)
+               : "memory");
+}
+// Zeros in place of the bytes if they are not `there`: then nothing is read.
+PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
+  asm volatile(
+      "{\n"
+      ".reg .pred absent;\n"
+      "setp.eq.u32 absent, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, absent;\n"
+      "}" ::"r"(shared_address(shared)),
+      "l"(global), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+// Four bytes of them.
+PATCHCONV_DEVICE void copy_word_async_where(void* shared, const void* global, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(there ? 4 : 0)
                : "memory");
 }
 PATCHCONV_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -141,6 +177,25 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
   return y;
 }
 
+// Two of them, the first in the lower half.
+PATCHCONV_DEVICE uint32_t pair_of(Half, float x, float y) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+  return both;
+}
+PATCHCONV_DEVICE uint32_t pair_of(BFloat16, float x, float y) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+  return both;
+}
+
+// The larger number; NaN if one is.
+PATCHCONV_DEVICE float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // A product and a sum that are never fused into a multiply-add, which rounds once where stock rounds twice.
 PATCHCONV_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 PATCHCONV_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -150,6 +205,12 @@ PATCHCONV_DEVICE double multiply_add(double a, double b, double c) { return __fm
 PATCHCONV_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 PATCHCONV_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 PATCHCONV_DEVICE float exponential(float x) { return expf(x); }
+
+// The same number, which the compiler keeps instead of computing it again where it is used.
+PATCHCONV_DEVICE int kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // The high half of a product.
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }

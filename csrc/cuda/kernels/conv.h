@@ -78,13 +78,16 @@ void launch_conv_plain_weight(Type type, const ConvCall& call, Stream stream);
 // How a launch is cut into tiles. Made for whole lines, so that pieces of a line are summed in the same
 // order.
 struct ConvTilePlan {
-  int columns_log2 = 5;  // of a tile of 256 outputs
-  int tap_rows = 1;      // rows of taps that a halo tile serves
-  int rows = 0;          // of the halo tile
+  int columns_log2 = 5;     // of a tile of 256 outputs
+  int high = 0, broad = 0;  // rows and columns of them that there are at most
+  int tap_rows = 1;         // rows of taps that a halo tile serves
+  int rows = 0;             // of the halo tile
   int columns = 0;
-  int row_step = 1;   // source rows between rows of the halo tile
-  int row_pitch = 1;  // rows of the halo tile between rows of outputs
-  int buffers = 0;    // halo tiles in shared memory; 0: no tile fits
+  int row_step = 1;    // source rows between rows of the halo tile
+  int row_pitch = 1;   // rows of the halo tile between rows of outputs
+  int buffers = 0;     // halo tiles in shared memory; 0: no tile fits
+  bool table = false;  // a number for each place of a halo tile has room there; a tile is gathered without
+  bool words = false;  // so has a word of bits for each
   int shared_bytes = 0;
 };
 ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
@@ -93,12 +96,13 @@ ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3],
 bool conv_tiles_grid_fits(Type type, bool strict, const ConvCall& call);
 
 // Whether that kernel can read the weight as it is stored. If not, it needs a copy, (group, tap, output,
-// source) with the sources padded with zeros to 16 bytes, of all taps of a kernel of this size.
-bool conv_reads_weight(Type type, const ConvCall& call);
+// source) with the sources padded with zeros to 16 bytes, of all taps of a kernel of this size; rounded to
+// tf32 where one product of that is taken.
+bool conv_reads_weight(Type type, bool strict, const ConvCall& call);
 int64_t conv_packed_elements(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel);
 // Writes the copy and returns how it is read.
-ConvWeight launch_conv_pack(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel,
-                            void* packed, Stream stream);
+ConvWeight launch_conv_pack(Type type, bool strict, const ConvCall& call,
+                            const std::array<int64_t, 3>& kernel, void* packed, Stream stream);
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call, Stream stream);
 

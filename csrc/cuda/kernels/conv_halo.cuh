@@ -19,6 +19,11 @@ PATCHCONV_DEVICE int piece_at(int place, int piece) {
   return place * kChunkBytes + ((piece ^ (place >> 1 & 3)) << 4);
 }
 
+// The same for the piece at `offset`, in places of kChunkBytes whose pieces are in order. Holds for offsets
+// from any multiple of kSwizzleBytes.
+constexpr int kSwizzleBytes = 8 * kChunkBytes;
+PATCHCONV_DEVICE int swizzled(int offset) { return offset ^ (offset >> 3 & 0x30); }
+
 // Where a tile lies in the source.
 struct Halo {
   int64_t base = 0;         // offset of its image, slice and first channel
@@ -54,15 +59,20 @@ PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, in
   return piece;
 }
 
-// Zeros the elements whose bit is 0, in a piece of contiguous channels.
+// Zeros the elements whose bit is 0.
+template <typename T>
+PATCHCONV_DEVICE void keep_where(Vec<T, kPieceOf<T>>& piece, uint32_t bits) {
+#pragma unroll
+  for (int i = 0; i < kPieceOf<T>; ++i) {
+    if (!(bits >> i & 1)) piece.at[i] = from_float<T>(0);
+  }
+}
+
+// The same in shared memory, for a piece of contiguous channels.
 template <typename T>
 PATCHCONV_DEVICE void mask_piece(void* shared, const uint8_t* bits, int64_t offset) {
   auto piece = load_whole<Vec<T, kPieceOf<T>>>(shared);
-  const uint32_t mine = bits[offset / 8] >> (offset % 8);
-#pragma unroll
-  for (int i = 0; i < kPieceOf<T>; ++i) {
-    if (!(mine >> i & 1)) piece.at[i] = from_float<T>(0);
-  }
+  keep_where<T>(piece, bits[offset / 8] >> (offset % 8));
   store_whole(shared, piece);
 }
 

@@ -1,6 +1,8 @@
 // A copy of the weight in the order in which the halo kernel reads it: one matrix of outputs and sources per
 // tap, its rows padded with zeros to 16 bytes. The only transient tensor of that kernel, of the weight's
 // size.
+#include <type_traits>
+
 #include "cuda/kernels/conv_values.cuh"
 #include "cuda/kernels/launch.cuh"
 
@@ -17,7 +19,7 @@ struct Packed {
 };
 
 // Budget: 40 registers, 0 bytes of shared memory.
-template <typename T>
+template <typename T, bool kRound>
 __global__ void __launch_bounds__(kThreads) conv_pack_kernel(Packed packed, int64_t total, T* to) {
   const int64_t index = block_x() * kThreads + thread_index();
   if (index >= total) return;
@@ -31,7 +33,12 @@ __global__ void __launch_bounds__(kThreads) conv_pack_kernel(Packed packed, int6
   const ConvWeight& from = packed.from;
   const int64_t offset = place[0] * from.group + place[1] * from.tap[0] + place[2] * from.tap[1] +
                          place[3] * from.tap[2] + place[4] * from.output + c * from.source;
-  to[index] = c < packed.sources ? static_cast<const T*>(from.data)[offset] : from_float<T>(0);
+  const T value = c < packed.sources ? static_cast<const T*>(from.data)[offset] : from_float<T>(0);
+  if constexpr (kRound) {
+    to[index] = bits_float(to_tf32(value));
+  } else {
+    to[index] = value;
+  }
 }
 
 int padded(Type type, int sources) {
@@ -45,18 +52,23 @@ int64_t conv_packed_elements(Type type, const ConvCall& call, const std::array<i
   return int64_t{call.groups} * kernel[0] * kernel[1] * kernel[2] * call.outputs * padded(type, call.sources);
 }
 
-ConvWeight launch_conv_pack(Type type, const ConvCall& call, const std::array<int64_t, 3>& kernel,
-                            void* packed, Stream stream) {
+ConvWeight launch_conv_pack(Type type, bool strict, const ConvCall& call,
+                            const std::array<int64_t, 3>& kernel, void* packed, Stream stream) {
   const Packed form{{call.groups, kernel[0], kernel[1], kernel[2], call.outputs},
                     call.sources,
                     padded(type, call.sources),
                     call.weight};
   const int64_t total = conv_packed_elements(type, call, kernel);
-  with_type(type, [&](auto t) {
+  const auto start = [&](auto t, auto round) {
     using T = decltype(t);
-    launch(conv_pack_kernel<T>, {(total + kThreads - 1) / kThreads}, kThreads, 0, stream, form, total,
-           static_cast<T*>(packed));
-  });
+    launch(conv_pack_kernel<T, decltype(round)::value>, {(total + kThreads - 1) / kThreads}, kThreads, 0,
+           stream, form, total, static_cast<T*>(packed));
+  };
+  if (type == Type::kFloat && !strict) {
+    start(float(), std::true_type());
+  } else {
+    with_type(type, [&](auto t) { start(t, std::false_type()); });
+  }
   const int64_t matrix = int64_t{call.outputs} * form.padded;
   return {packed,
           kernel[0] * kernel[1] * kernel[2] * matrix,

@@ -240,19 +240,22 @@ __global__ void __launch_bounds__(kThreads, kStrict ? 1 : 2)
 
   block_barrier();
   float* const stage = shared_memory<float>() + warp * kStagePlaces * kStagePitch;
+  const Finish finish = finish_of<T>(call, 0, work.output);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n * 8, sums[m][n]);
+    for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n, sums[m][n], finish);
   }
   warp_barrier();
-  store_stage<T>(call, stage, 0, work.output, [&](int i) -> int64_t {
-    const int64_t row = work.row + ((first + i) >> tile.columns_log2);
-    const int64_t column = work.column + ((first + i) & (tile.columns() - 1));
-    if (row >= y.count || column >= x.count) return -1;
-    return work.image * call.target.image + z.target(work.plane) * call.target.place[0] +
-           y.target(row) * call.target.place[1] + x.target(column) * call.target.place[2];
-  });
+  const int place = first + lane;
+  const int64_t row = work.row + (place >> tile.columns_log2);
+  const int64_t column = work.column + (place & (tile.columns() - 1));
+  int64_t target = -1;
+  if (row < y.count && column < x.count) {
+    target = work.image * call.target.image + z.target(work.plane) * call.target.place[0] +
+             y.target(row) * call.target.place[1] + x.target(column) * call.target.place[2];
+  }
+  store_stage<T>(call, stage, 0, work.output, target);
 }
 
 // The tile shape that needs the fewest blocks; shared_bytes is 0 if none fits.

@@ -5,7 +5,8 @@
 // Sources whose channels are not contiguous are transposed on their way into shared memory. Nothing is
 // allocated; the result is written once. Sums are float32: those of tensor cores, which truncate. Strict
 // float32 takes three tf32 products per tap, whose sums are added up with rounding.
-#include "cuda/kernels/conv_tiles.cuh"
+#include "cuda/kernels/conv_tile_copies.cuh"
+#include "cuda/kernels/conv_tile_products.cuh"
 
 #include <algorithm>
 
@@ -15,93 +16,150 @@ namespace patchconv::kernels {
 
 namespace {
 
-// Budget: 255 registers, 101376 bytes of shared memory, tensor cores.
+// The state of a block's sum. What comes next is copied, then waited for, then multiplied: each has its own
+// place in the order of the sum.
 template <typename T, bool kStrict, bool kGather, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall call, Tiling tiling) {
-  char* halos = shared_memory<char>();
-  const int halo_bytes = tiling.plan.rows * tiling.plan.columns * kChunkBytes;
-  char* weights = halos + tiling.plan.buffers * halo_bytes;
-  const Work work = work_of<Shape>(call, tiling);
-  const int warp = thread_index() / kWarp, lane = lane_index();
-  const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
+struct Loop {
+  const ConvCall& call;
+  const Tiling& tiling;
+  const Work& work;
+  static constexpr bool kRound = sizeof(T) == 4 && !kStrict;
 
-  // For each of its warp's matrices, the position of the row whose address this lane gives.
+  SourceCopies<T, kGather, kRound, Shape> source = {};
+  WeightCopies<T, Shape> weights = {};
+
+  // Of the step that is multiplied.
+  Part part = {};
+  int tile = 0, from = 0;  // its halo tile, and the tap's first place in it
+  int rows_left, columns_left;
+  int steps_left;
+  int stage, stage_before;  // its weights, and those of the step before
+
+  PATCHCONV_DEVICE char* shared(int offset) const { return shared_memory<char>() + offset; }
+  PATCHCONV_DEVICE int next_stage(int at) const {
+    at += Shape::kStageOfWeights;
+    return at == tiling.weights + kStages * Shape::kStageOfWeights ? tiling.weights : at;
+  }
+
+  PATCHCONV_DEVICE void begin_part() {
+    rows_left = rows_of(call, tiling, part.tap_group);
+    columns_left = call.lines[2].taps;
+    from = tile;
+  }
+
+  // Copies the first tiles and the weights of the first steps, in a group for each step.
+  PATCHCONV_DEVICE void begin() {
+    steps_left = tiling.steps;
+    stage = tiling.weights;
+    stage_before = tiling.weights + (kStages - 1) * Shape::kStageOfWeights;
+    source.begin(call, tiling, work);
+    source.fill(call, tiling, 0);
+    weights.begin(call, tiling, work);
+    begin_part();
+    const int buffers = tiling.plan.buffers;
+    for (int i = 0, to = stage; i < kStages - 1; ++i, to = next_stage(to)) {
+      if (i == 0 || i + 1 < buffers) {
+        source.copy_all(call, tiling, work);
+        source.next(call, tiling, work, i + 1 < buffers ? (i + 1) * tiling.halo_bytes : 0);
+      }
+      copy_weights(to);
+      if (i == kStages - 2) source.copy_some(tiling.share, call, tiling, work);
+      commit_copies();
+    }
+    wait_for_copies<kStages - 2>();
+    finish();
+    block_barrier();
+  }
+
+  PATCHCONV_DEVICE void copy_weights(int to) {
+    weights.copy(tiling, shared(to));
+    weights.next(call, tiling, work);
+  }
+
+  PATCHCONV_DEVICE void finish() {
+    if constexpr (!kGather) finish_tile<T, kRound, Shape>(call, tiling, work, part, tile);
+  }
+
+  // Goes on to the next part.
+  PATCHCONV_DEVICE void next_tile() {
+    next_part(tiling, part);
+    if (tiling.plan.buffers == 1 && steps_left > 0) {
+      block_barrier();  // all threads have loaded what they need of the tile
+      source.copy_all(call, tiling, work);
+      commit_copies();
+    }
+    // The place of the tile before is free when all threads have passed the next barrier.
+    source.next(call, tiling, work, tile);
+    tile += tiling.halo_bytes;
+    if (tile == tiling.weights) tile = 0;
+    begin_part();
+    if (tiling.late) {
+      wait_for_copies<0>();
+    } else {
+      wait_for_copies<kStages - 3>();
+    }
+    if (steps_left > 0) finish();
+  }
+
+  // Between the halves of a step: all of its places have been loaded, and the next step's weights are needed.
+  PATCHCONV_DEVICE void next() {
+    --steps_left;
+    from += tiling.tap_across;
+    if (--columns_left == 0) {
+      columns_left = call.lines[2].taps;
+      from += tiling.tap_down;
+      if (--rows_left == 0) next_tile();
+    }
+    wait_for_copies<kStages - 3>();
+    block_barrier();
+
+    copy_weights(stage_before);  // of the step that is kStages - 1 ahead
+    source.copy_some(tiling.share, call, tiling, work);
+    commit_copies();
+    stage_before = stage;
+    stage = next_stage(stage);
+  }
+};
+
+template <typename T, bool kStrict, bool kGather, typename Shape>
+PATCHCONV_DEVICE void sum_up(const ConvCall& call, const Tiling& tiling, const Work& work,
+                             Sums<Shape>& sums) {
+  const int warp = thread_index() / kWarp;
+  const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
+  int rows[Shape::kMatrices];
+  rows_of_places<Shape>(call, tiling, down * Shape::kWarpPlaces, rows);
+  const int row = row_of_weights(across * kStageOutputs);
+
+  Loop<T, kStrict, kGather, Shape> loop{call, tiling, work};
+  loop.begin();
+  Matrices<Shape> matrices;
   int places[Shape::kMatrices];
 #pragma unroll
   for (int m = 0; m < Shape::kMatrices; ++m) {
-    const int place = down * Shape::kWarpPlaces + m * 16 + lane % 8 + lane / 8 % 2 * 8;
-    const int y = place >> tiling.plan.columns_log2, x = place & ((1 << tiling.plan.columns_log2) - 1);
-    places[m] = y * tiling.plan.row_pitch * tiling.plan.columns + x * static_cast<int>(call.lines[2].step);
+    places[m] = swizzled(rows[m] + loop.from);
+    load_matrices<false>(matrices.places[0][m], loop.shared(places[m]));
   }
-  float sums[Shape::kMatrices][8][4] = {};
-
-  const int slices = call.lines[0].taps * (call.lines[1].taps > 0 && call.lines[2].taps > 0);
-  const bool ahead_of_time = tiling.plan.buffers > 1;
-  Step now, ahead;
-  char* tile = halos;
-  if (slices > 0) {
-    const Halo halo = halo_of<T>(call, tiling, work, now);
-    if constexpr (kGather) {
-      gather_halo<T, Shape>(call, tiling, halo, tile, 0, 1 << 30);
-    } else {
-      copy_halo<T, Shape>(call, tiling, halo, tile);
+  load_matrices<false>(matrices.weights[0], loop.shared(row + loop.stage));
+  const auto multiply_step = [&](Sums<Shape>& to) {
+    const char* next[Shape::kMatrices];
+#pragma unroll
+    for (int m = 0; m < Shape::kMatrices; ++m) next[m] = loop.shared(places[m] ^ kHalfBytes);
+    const int of_weights = row + loop.stage;
+    multiply_half<T, kStrict, 0, Shape>(to, matrices, loop.shared(of_weights), next,
+                                        loop.shared(of_weights ^ kHalfBytes));
+    loop.next();
+#pragma unroll
+    for (int m = 0; m < Shape::kMatrices; ++m) {
+      places[m] = swizzled(rows[m] + loop.from);
+      next[m] = loop.shared(places[m]);
     }
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (ahead.slice < slices) {
-        copy_weights<T, Shape>(call, tiling, work, ahead, weights + i * Shape::kStageOfWeights);
-        next_tap(call, tiling, ahead);
-      }
-      commit_copies();
-    }
-  }
-  int taps_before = kStages;
-  for (int number = 0; now.slice < slices; ++number) {
-    const bool fresh = now.r == 0 && now.s == 0;
-    const int taps = rows_of(call, tiling, now) * call.lines[2].taps;
-    if (fresh && number > 0 && !ahead_of_time) {
-      block_barrier();  // all threads are done with the tile
-      const Halo halo = halo_of<T>(call, tiling, work, now);
-      if constexpr (kGather) {
-        gather_halo<T, Shape>(call, tiling, halo, tile, 0, 1 << 30);
-      } else {
-        copy_halo<T, Shape>(call, tiling, halo, tile);
-        commit_copies();
-      }
-    }
-    // A tile's copies belong to the same group as those of a tap that comes kStages - 1 later.
-    if (fresh && (!ahead_of_time || taps_before < kStages - 1)) {
-      wait_for_copies<0>();
-    } else {
-      wait_for_copies<kStages - 2>();
-    }
-    if constexpr (!kGather) {
-      if (fresh && call.source.bits != nullptr) {
-        mask_halo<T, Shape>(call, tiling, halo_of<T>(call, tiling, work, now), tile);
-      }
-    }
-    block_barrier();
-
-    if (ahead.slice < slices) {
-      copy_weights<T, Shape>(call, tiling, work, ahead,
-                             weights + (number + kStages - 1) % kStages * Shape::kStageOfWeights);
-      next_tap(call, tiling, ahead);
-    }
-    Step next = now;
-    next_tile(tiling, next);
-    const bool more = ahead_of_time && next.slice < slices;
-    char* other = tile == halos ? halos + halo_bytes : halos;
-    if constexpr (!kGather) {
-      if (more && fresh) copy_halo<T, Shape>(call, tiling, halo_of<T>(call, tiling, work, next), other);
-    }
-    commit_copies();
-
-    const int row = now.r * static_cast<int>(call.lines[1].distance);
-    const int shift = row * tiling.plan.columns + now.s * static_cast<int>(call.lines[2].distance);
-    const char* stage =
-        weights + number % kStages * Shape::kStageOfWeights + across * kStageOutputs * kChunkBytes;
+    multiply_half<T, kStrict, 1, Shape>(to, matrices, loop.shared(of_weights ^ kHalfBytes), next,
+                                        loop.shared(row + loop.stage));
+  };
+  do {
     if constexpr (kStrict) {
-      float part[Shape::kMatrices][8][4] = {};
-      multiply_tap<T, true, Shape>(part, tile, places, shift, stage);
+      Sums<Shape> part = {};
+      multiply_step(part);
 #pragma unroll
       for (int m = 0; m < Shape::kMatrices; ++m) {
 #pragma unroll
@@ -111,151 +169,110 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall ca
         }
       }
     } else {
-      multiply_tap<T, false, Shape>(sums, tile, places, shift, stage);
+      multiply_step(sums);
     }
+  } while (loop.steps_left > 0);
+}
 
-    if constexpr (kGather) {
-      // Gathers the next tile, one share per tap: other blocks compute meanwhile.
-      if (more) {
-        const int pieces = tiling.plan.rows * tiling.plan.columns * kChunkPieces;
-        const int each = (pieces + Shape::kThreads - 1) / Shape::kThreads;
-        const int share = (each + taps - 1) / taps, begin = (now.r * call.lines[2].taps + now.s) * share;
-        gather_halo<T, Shape>(call, tiling, halo_of<T>(call, tiling, work, next), other, begin,
-                              begin + share);
-      }
-    }
-    const int slice = now.slice, tap_group = now.tap_group, chunk = now.chunk;
-    next_tap(call, tiling, now);
-    if (now.slice != slice || now.tap_group != tap_group || now.chunk != chunk) {
-      taps_before = taps;
-      if (ahead_of_time) tile = other;
-    }
-  }
-
-  wait_for_copies<0>();
-  block_barrier();
+// Writes a warp's sums, 32 places at a time.
+template <typename T, typename Shape>
+PATCHCONV_DEVICE void store(const ConvCall& call, const Tiling& tiling, const Work& work,
+                            const Sums<Shape>& sums) {
+  const int warp = thread_index() / kWarp;
+  const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
   float* stage = shared_memory<float>() + warp * kStagePlaces * kStagePitch;
+  const int output = work.output + across * kStageOutputs;
+  const Finish finish = finish_of<T>(call, work.group, output);
 #pragma unroll
   for (int round = 0; round < Shape::kMatrices / 2; ++round) {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n * 8, sums[2 * round + m][n]);
+      for (int n = 0; n < 8; ++n) stage_sums(stage, m * 16, n, sums[2 * round + m][n], finish);
     }
     warp_barrier();
     const int first = down * Shape::kWarpPlaces + round * kStagePlaces;
-    store_stage<T>(call, stage, work.group, work.output + across * kStageOutputs,
-                   [&](int i) { return target_of(call, tiling, work, first + i); });
+    store_stage<T>(call, stage, work.group, output, target_of(call, tiling, work, first + lane_index()));
     warp_barrier();
   }
 }
 
-using Wide = Warps<4, 2>;
-using Narrow = Warps<4, 1>;
-using Strict = Warps<8, 1>;
+// Budget: 248 registers, 101376 bytes of shared memory, tensor cores.
+template <typename T, bool kStrict, bool kGather, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall call, Tiling tiling) {
+  const Work work = work_of<Shape>(call, tiling);
+  Sums<Shape> sums = {};
+  if (tiling.steps > 0) sum_up<T, kStrict, kGather, Shape>(call, tiling, work, sums);
+  wait_for_copies<0>();
+  block_barrier();
+  store<T, Shape>(call, tiling, work, sums);
+}
 
-bool wide(bool strict, int outputs) { return !strict && outputs > kStageOutputs; }
+// Whether pieces of the source can be copied as they are, and places of a slice counted in pieces.
+template <typename T>
+bool copies_pieces(const ConvCall& call) {
+  const ConvTensor& source = call.source;
+  const ConvLine &y = call.lines[1], &x = call.lines[2];
+  const int64_t last = (y.source - 1) * source.place[1] + (x.source - 1) * source.place[2];
+  return source.channel == 1 && aligned_to_pieces(source.data) && source.image % kPieceOf<T> == 0 &&
+         source.place[0] % kPieceOf<T> == 0 && source.place[1] % kPieceOf<T> == 0 &&
+         source.place[2] % kPieceOf<T> == 0 && call.sources % kPieceOf<T> == 0 &&
+         last / kPieceOf<T> < int64_t{1} << 31;
+}
 
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Whether the bits of 32 channels, from a multiple of 32 on, lie in one word.
+bool has_words(const ConvCall& call) {
+  const ConvTensor& source = call.source;
+  return reinterpret_cast<uintptr_t>(source.bits) % 4 == 0 && source.image % 32 == 0 &&
+         source.place[0] % 32 == 0 && source.place[1] % 32 == 0 && source.place[2] % 32 == 0 &&
+         (call.groups == 1 || call.sources % 32 == 0);
+}
+
+template <typename T, typename Shape>
+Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
+  const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
+  const int64_t columns = int64_t{1} << plan.columns_log2, bytes = sizeof(T);
+  Tiling tiling;
+  tiling.plan = plan;
+  tiling.down = round_up(y.count, kPlaces / columns);
+  tiling.across = round_up(x.count, columns);
+  tiling.per_column = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(plan.columns) + 1);
+  tiling.tap_groups = static_cast<int>(round_up(y.taps, plan.tap_rows));
+  tiling.chunks = static_cast<int>(round_up(call.sources, kChunkOf<T>));
+  tiling.output_tiles = static_cast<int>(round_up(call.outputs, Shape::kOutputs));
+  tiling.steps = z.taps * y.taps * x.taps * tiling.chunks;
+
+  const int places = static_cast<int>(roomy(plan.rows, plan.columns));
+  tiling.halo_bytes = places * kChunkBytes;
+  tiling.weights = plan.buffers * tiling.halo_bytes;
+  tiling.words = tiling.weights + kStages * Shape::kStageOfWeights;
+  tiling.table = tiling.words + (plan.words ? plan.buffers * places * kWordBytes : 0);
+  tiling.bits_in_words = plan.words && call.source.bits != nullptr && has_words(call);
+  tiling.rounds = places / Shape::kRoundPlaces;
+  // The last tap of a tile is too late for copies of the next one, unless it is the only tap.
+  const int fewest = fewest_taps(plan, y, x);
+  tiling.share = static_cast<int>(round_up(tiling.rounds, std::max(fewest - 1, 1)));
+  tiling.late = plan.buffers == 1 || (plan.buffers == 2 && fewest <= 1);
+
+  tiling.tap_across = static_cast<int>(x.distance) * kChunkBytes;
+  tiling.tap_down = static_cast<int>(y.distance) * plan.columns * kChunkBytes - x.taps * tiling.tap_across;
+  tiling.weight_across = x.tap_step * call.weight.tap[2] * bytes;
+  tiling.weight_down = y.tap_step * call.weight.tap[1] * bytes - x.taps * tiling.weight_across;
+  tiling.weight_round = Shape::kRoundPlaces * call.weight.output * bytes;
+  return tiling;
+}
 
 template <typename T, bool kStrict, typename Shape>
 void start(const ConvTilePlan& plan, const ConvCall& call, Stream stream) {
-  const int64_t columns = int64_t{1} << plan.columns_log2;
-  Tiling tiling;
-  tiling.plan = plan;
-  tiling.down = round_up(call.lines[1].count, kPlaces / columns);
-  tiling.across = round_up(call.lines[2].count, columns);
-  tiling.per_column = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(plan.columns) + 1);
-  tiling.tap_groups = static_cast<int>(round_up(call.lines[1].taps, plan.tap_rows));
-  tiling.chunks = static_cast<int>(round_up(call.sources, kChunkOf<T>));
-  tiling.output_tiles = static_cast<int>(round_up(call.outputs, Shape::kOutputs));
+  const Tiling tiling = tiling_of<T, Shape>(plan, call);
   const Grid grid{call.images * call.lines[0].count * tiling.down * tiling.across,
                   call.groups * tiling.output_tiles};
-  const ConvTensor& source = call.source;
-  const bool together = source.channel == 1 && aligned_to_pieces(source.data) &&
-                        source.image % kPieceOf<T> == 0 && source.place[0] % kPieceOf<T> == 0 &&
-                        source.place[1] % kPieceOf<T> == 0 && source.place[2] % kPieceOf<T> == 0 &&
-                        (call.groups == 1 || call.sources % kPieceOf<T> == 0);
-  launch(together ? conv_tiles_kernel<T, kStrict, false, Shape> : conv_tiles_kernel<T, kStrict, true, Shape>,
+  launch(plan.table && copies_pieces<T>(call) ? conv_tiles_kernel<T, kStrict, false, Shape>
+                                              : conv_tiles_kernel<T, kStrict, true, Shape>,
          grid, Shape::kThreads, plan.shared_bytes, stream, call, tiling);
 }
 
-int piece_of(Type type) { return type == Type::kFloat ? 4 : 8; }
-
 }  // namespace
-
-ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
-                             int shared_limit) {
-  ConvTilePlan best;
-  if (type == Type::kDouble) return best;
-  const ConvLine &y = lines[1], &x = lines[2];
-  for (const ConvLine& line : lines) {  // coordinates in a tile, and shifts, are 32-bit
-    if (line.source >= 1 << 30 || line.count >= 1 << 30 || line.last() >= 1 << 30) return best;
-    if (line.step >= 1 << 15 || line.distance >= 1 << 15 || line.first <= -(1 << 30)) return best;
-  }
-  strict = strict && type == Type::kFloat;
-  const bool is_wide = wide(strict, outputs);
-  const int weights = kStages * (is_wide ? Wide::kStageOfWeights : Narrow::kStageOfWeights);
-  const int warps = is_wide || strict ? 8 : 4;
-  double least = 0;
-  for (int log2 = 5; log2 >= 3; --log2) {
-    const int64_t columns = 1 << log2, rows = kPlaces / columns;
-    const int64_t wide_enough = (columns - 1) * x.step + (std::max(x.taps, 1) - 1) * x.distance + 1;
-    for (int tap_rows = std::max(y.taps, 1); tap_rows >= 1;
-         tap_rows = tap_rows > 1 ? (tap_rows + 1) / 2 : 0) {
-      ConvTilePlan plan;
-      plan.columns_log2 = log2;
-      plan.tap_rows = tap_rows;
-      plan.columns = static_cast<int>(wide_enough);
-      plan.row_step = tap_rows == 1 ? static_cast<int>(y.step) : 1;
-      plan.row_pitch = tap_rows == 1 ? 1 : static_cast<int>(y.step);
-      const int64_t high_enough =
-          tap_rows == 1 ? rows : (rows - 1) * y.step + (tap_rows - 1) * y.distance + 1;
-      plan.rows = static_cast<int>(high_enough);
-      const int64_t halo = high_enough * wide_enough * kChunkBytes;
-      for (const int buffers : {2, 1}) {
-        if (buffers * halo + weights > shared_limit) continue;
-        plan.buffers = buffers;
-        plan.shared_bytes =
-            static_cast<int>(std::max<int64_t>(buffers * halo + weights, warps * kStageBytes));
-        break;
-      }
-      if (plan.buffers == 0 || plan.shared_bytes > shared_limit) continue;
-      // Work: the number of tiles, times the positions that each computes and reads.
-      const double tiles = static_cast<double>(round_up(y.count, rows) * round_up(x.count, columns));
-      const double reads =
-          static_cast<double>(round_up(std::max(y.taps, 1), tap_rows) * high_enough * wide_enough);
-      const double work =
-          tiles * (kPlaces * std::max(y.taps * x.taps, 1) + reads * (plan.buffers == 1 ? 2 : 1));
-      if (best.buffers == 0 || work < least) {
-        best = plan;
-        least = work;
-      }
-    }
-  }
-  return best;
-}
-
-bool conv_tiles_grid_fits(Type type, bool strict, const ConvCall& call) {
-  const int outputs = wide(strict && type == Type::kFloat, call.outputs) ? Wide::kOutputs : Narrow::kOutputs;
-  return call.groups * round_up(call.outputs, outputs) <= kMostBlocksDown;
-}
-
-bool conv_reads_weight(Type type, const ConvCall& call) {
-  const int piece = piece_of(type);
-  const ConvWeight& w = call.weight;
-  return w.source == 1 && aligned_to_pieces(w.data) && w.output % piece == 0 && w.tap[0] % piece == 0 &&
-         w.tap[1] % piece == 0 && w.tap[2] % piece == 0 && (call.groups == 1 || w.group % piece == 0);
-}
-
-bool conv_writes_bits(const ConvCall& call, bool depthwise) {
-  const ConvTensor& target = call.target;
-  const int channels = call.groups * call.outputs;
-  const ConvLine& x = call.lines[2];
-  if (target.channel == 1) return channels % 8 == 0 && (depthwise || call.outputs % 8 == 0);
-  return target.place[2] == 1 && x.out_step == 1 && x.out_first % 8 == 0 && x.count % 8 == 0 &&
-         target.place[1] % 8 == 0;
-}
 
 void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call,
                        Stream stream) {
@@ -263,7 +280,8 @@ void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const C
   if (type == Type::kFloat && strict) return start<float, true, Strict>(plan, call, stream);
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    if (wide(strict && type == Type::kFloat, call.outputs)) return start<T, false, Wide>(plan, call, stream);
+    if (is_wide(strict && type == Type::kFloat, call.outputs))
+      return start<T, false, Wide>(plan, call, stream);
     start<T, false, Narrow>(plan, call, stream);
   });
 }

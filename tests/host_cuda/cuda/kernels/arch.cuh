@@ -32,6 +32,20 @@ PATCHCONV_DEVICE T* shared_memory() {
   return static_cast<T*>(host_cuda::shared_memory());
 }
 
+PATCHCONV_DEVICE void store_words(void* p, const uint32_t (&words)[4]) {
+  struct alignas(16) Words {
+    uint32_t at[4];
+  };
+  *static_cast<Words*>(p) = {words[0], words[1], words[2], words[3]};
+}
+PATCHCONV_DEVICE void load_words(uint32_t (&words)[4], const void* p) {
+  struct alignas(16) Words {
+    uint32_t at[4];
+  };
+  const Words all = *static_cast<const Words*>(p);
+  std::memcpy(words, all.at, sizeof(words));
+}
+
 PATCHCONV_DEVICE void block_barrier() { host_cuda::block_barrier(); }
 PATCHCONV_DEVICE void warp_barrier() {
   const char nothing = 0;
@@ -49,6 +63,10 @@ template <typename T>
 PATCHCONV_DEVICE T shuffle_xor(T value, int lanes) {
   return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane_index() ^ lanes);
 }
+template <typename T>
+PATCHCONV_DEVICE T shuffle_from(T value, int lane) {
+  return lane_value<T>(host_cuda::warp_exchange("a shuffle", &value, sizeof(T)), lane);
+}
 PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
   const unsigned char* all = host_cuda::warp_exchange("a ballot", &vote, 1);
   uint32_t result = 0;
@@ -64,6 +82,16 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
     throw LaunchError("an asynchronous copy that is not aligned to 16 bytes");
   }
   host_cuda::copies().start(shared, global, 16, static_cast<size_t>(filled));
+}
+PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
+  copy_async(shared, there ? global : shared, there ? 16 : 0);
+}
+PATCHCONV_DEVICE void copy_word_async_where(void* shared, const void* global, bool there) {
+  if (reinterpret_cast<uintptr_t>(shared) % 4 != 0 ||
+      (there && reinterpret_cast<uintptr_t>(global) % 4 != 0)) {
+    throw LaunchError("an asynchronous copy that is not aligned to 4 bytes");
+  }
+  host_cuda::copies().start(shared, there ? global : shared, 4, there ? 4 : 0);
 }
 PATCHCONV_DEVICE void commit_copies() { host_cuda::copies().end_group(); }
 template <int kPending>
@@ -159,6 +187,12 @@ PATCHCONV_DEVICE BFloat16 from_float<BFloat16>(float x) {
   return {x != x ? uint16_t{0x7fff} : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+template <typename T>
+PATCHCONV_DEVICE uint32_t pair_of(T, float x, float y) {
+  return from_float<T>(x).bits | static_cast<uint32_t>(from_float<T>(y).bits) << 16;
+}
+PATCHCONV_DEVICE float larger(float x, float y) { return x != x || x > y ? x : y; }
+
 // Compiled with -ffp-contract=off.
 PATCHCONV_DEVICE float multiply(float a, float b) { return a * b; }
 PATCHCONV_DEVICE float add(float a, float b) { return a + b; }
@@ -192,6 +226,8 @@ PATCHCONV_DEVICE uint32_t to_tf32(float x) {
   if (x != x || x - x != 0) return bits;  // not a number, infinite
   return (bits + 0x1000u) & 0xffffe000u;
 }
+
+PATCHCONV_DEVICE int kept(int x) { return x; }
 
 PATCHCONV_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
