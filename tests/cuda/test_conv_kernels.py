@@ -153,6 +153,25 @@ def test_several_chunks_tiles_and_outputs(layout, dtype, strict):
     check_all("conv_tiles", cases)
 
 
+@TILES
+@pytest.mark.parametrize("shared", [99, 163])
+def test_bits_in_words(shared, dtype, strict):
+    """Where 32 channels begin at a word of bits: whole chunks, and halves of words for float32. One, two and three
+    halo tiles in shared memory.
+    """
+    torch.manual_seed(7)
+    cases = []
+    for p in [
+        Problem((16, 17), (3, 3), 64, 8, padding=((1, 1), (1, 1))),
+        Problem((5, 12), (1, 1), 96, 72, images=2),
+        Problem((4, 9), (3, 2), 32, 8, groups=2, padding=((2, 1), (0, 1)), mode="circular"),
+        Problem((3, 4, 5), (2, 2, 2), 64, 8, padding=((1, 0), (0, 1), (1, 1))),
+    ]:
+        keep = conv_kernels.filled(p.big_shape, FLOAT, "NHWC") > 0
+        cases.append(case(p, "small", dtype, "NHWC", strict=strict, keep=keep))
+    check_all("conv_tiles", cases, shared=shared)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("shared", [99, 163, 227], ids=lambda kib: f"{kib}KiB")  # of every GPU, an A100, an H100
 @pytest.mark.parametrize("pass_", ["small", "big"])

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(bool(kernels.HOW), reason="runs the program that
 
 # Several chunks of channels, tiles, taps and outputs.
 TILES = Problem((5, 19), (3, 3), 72, 72, padding=((1, 1), (1, 1)))
+ONE_TILE = Problem((16, 16), (3, 3), 72, 8, padding=((1, 1), (1, 1)))  # in 99 KiB, for two blocks
 DEPTHWISE = Problem((3, 5, 19), (3, 3, 3), 1, 1, groups=24, padding=((1, 1),) * 3)
 STEM = Problem((9, 21), (7, 7), 3, 24, stride=(2, 2), padding=((3, 3), (3, 3)))
 
@@ -27,6 +28,7 @@ def calls(dtype: torch.dtype, layout: str) -> list[Call]:
     return [
         case(TILES, "small", dtype, layout).call("conv_tiles"),
         case(TILES, "big", dtype, layout).call("conv_tiles"),
+        case(ONE_TILE, "small", dtype, layout).call("conv_tiles"),
         case(TILES, "weight", dtype, layout).call("conv_weight"),
         case(DEPTHWISE, "small", dtype, layout).call("conv_depthwise"),
         case(DEPTHWISE, "weight", dtype, layout).call("conv_depthwise"),
@@ -77,6 +79,10 @@ def tiles() -> Call:
     return case(TILES, "small", torch.float16, "NHWC").call("conv_tiles")
 
 
+def one_tile() -> Call:
+    return case(ONE_TILE, "small", torch.float16, "NHWC").call("conv_tiles")
+
+
 def weight() -> Call:
     return case(TILES, "weight", torch.float16, "NHWC").call("conv_weight")
 
@@ -92,9 +98,7 @@ MISTAKES = {
     "weights copied early": Mistake("conv_tiles.cu", a_step_early, tiles),
     "waits for one group less": Mistake(
         "conv_tiles.cu",
-        instead(
-            "wait_for_copies<kStages - 3>();\n    block_barrier", "wait_for_copies<kStages - 2>();\n    block_barrier"
-        ),
+        instead("wait_for_copies<kStages - 3>();\n    if", "wait_for_copies<kStages - 2>();\n    if"),
         tiles,
     ),
     "a ring one stage short": Mistake(
@@ -104,6 +108,14 @@ MISTAKES = {
     ),
     "one tile in place of two": Mistake(
         "conv_tiles.cu", instead("i + 1 < buffers ? (i + 1) * tiling.halo_bytes : 0", "0"), tiles
+    ),
+    "no barrier before a tile is replaced": Mistake(
+        "conv_tiles.cu",
+        without("      block_barrier();  // all threads have loaded what they need of the tile\n"),
+        one_tile,
+    ),
+    "no wait for a tile that is replaced": Mistake(
+        "conv_tiles.cu", instead("    if (tiling.late) {\n", "    if (false) {\n"), one_tile
     ),
     "no barrier before the results": Mistake("conv_tiles.cu", without("  block_barrier();\n", "  store<T"), tiles),
     "no warp barrier before a store": Mistake(

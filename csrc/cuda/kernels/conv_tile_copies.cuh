@@ -248,6 +248,20 @@ struct WeightCopies {
     }
   }
 
+  // Splits what this thread has copied to a stage, once it has arrived.
+  PATCHCONV_DEVICE void split(char* stage) const {
+#pragma unroll
+    for (int i = 0; i < Shape::kWeightRounds; ++i) {
+      char* const at = stage + to + i * Shape::kThreads * 16;
+      auto piece = load_whole<Vec<uint32_t, 4>>(at);
+      Vec<uint32_t, 4> low;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) split_tf32(piece.at[j], piece.at[j], low.at[j]);
+      store_whole(at, piece);
+      store_whole(at + Shape::kPlaneOfWeights, low);
+    }
+  }
+
   PATCHCONV_DEVICE void next(const ConvCall& call, const Tiling& tiling, const Work& work) {
     from += tiling.weight_across;
     if (--columns_left > 0) return;

@@ -12,8 +12,8 @@ int piece_of(Type type) { return type == Type::kFloat ? 4 : 8; }
 // Shared memory of a plan whose tile has a size.
 int64_t bytes_of(const ConvTilePlan& plan, bool strict, bool wide) {
   const int64_t places = roomy(plan.rows, plan.columns);
-  int64_t bytes = plan.buffers * places * kChunkBytes +
-                  kStages * (wide ? Wide::kStageOfWeights : Narrow::kStageOfWeights);
+  const int stage = wide ? Wide::kStageOfWeights : strict ? Strict::kStageOfWeights : Narrow::kStageOfWeights;
+  int64_t bytes = plan.buffers * places * kChunkBytes + kStages * stage;
   if (plan.words) bytes += plan.buffers * places * kWordBytes;
   if (plan.table) bytes += (places + Wide::kRoundPlaces) * kWordBytes;
   return std::max<int64_t>(bytes, (wide || strict ? 8 : 4) * kStageBytes);

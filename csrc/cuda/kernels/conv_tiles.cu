@@ -68,6 +68,7 @@ struct Loop {
     }
     wait_for_copies<kStages - 2>();
     finish();
+    if constexpr (kStrict) weights.split(shared(stage));
     block_barrier();
   }
 
@@ -111,6 +112,7 @@ struct Loop {
       if (--rows_left == 0) next_tile();
     }
     wait_for_copies<kStages - 3>();
+    if constexpr (kStrict) weights.split(shared(next_stage(stage)));
     block_barrier();
 
     copy_weights(stage_before);  // of the step that is kStages - 1 ahead
@@ -132,14 +134,14 @@ PATCHCONV_DEVICE void sum_up(const ConvCall& call, const Tiling& tiling, const W
 
   Loop<T, kStrict, kGather, Shape> loop{call, tiling, work};
   loop.begin();
-  Matrices<Shape> matrices;
+  Matrices<kStrict, Shape> matrices;
   int places[Shape::kMatrices];
 #pragma unroll
   for (int m = 0; m < Shape::kMatrices; ++m) {
     places[m] = swizzled(rows[m] + loop.from);
     load_matrices<false>(matrices.places[0][m], loop.shared(places[m]));
   }
-  load_matrices<false>(matrices.weights[0], loop.shared(row + loop.stage));
+  matrices.load_weights(0, loop.shared(row + loop.stage));
   const auto multiply_step = [&](Sums<Shape>& to) {
     const char* next[Shape::kMatrices];
 #pragma unroll

@@ -10,14 +10,16 @@ namespace patchconv::kernels {
 constexpr int kPlaces = 256;  // per tile
 constexpr int kStages = 4;    // of weights
 
-// How warps share a tile: each computes kWarpPlaces places for 64 outputs.
-template <int kDown, int kAcross>
+// How warps share a tile: each computes kWarpPlaces places for 64 outputs. If kSplit, weights are split into
+// two numbers of tf32, of which the lower ones lie in a plane of their own.
+template <int kDown, int kAcross, bool kSplit = false>
 struct Warps {
   static constexpr int kThreads = kDown * kAcross * kWarp;
   static constexpr int kWarpPlaces = kPlaces / kDown;
   static constexpr int kOutputs = kAcross * kStageOutputs;
   static constexpr int kMatrices = kWarpPlaces / 16;
-  static constexpr int kStageOfWeights = kOutputs * kChunkBytes;
+  static constexpr int kPlaneOfWeights = kOutputs * kChunkBytes;
+  static constexpr int kStageOfWeights = (kSplit ? 2 : 1) * kPlaneOfWeights;
   // A round of copies is one piece by each thread.
   static constexpr int kRoundPlaces = kThreads / kChunkPieces;
   static constexpr int kWeightRounds = kOutputs / kRoundPlaces;
@@ -26,7 +28,7 @@ struct Warps {
 
 using Wide = Warps<4, 2>;
 using Narrow = Warps<4, 1>;
-using Strict = Warps<8, 1>;
+using Strict = Warps<8, 1, true>;
 
 static_assert(Wide::kRoundPlaces * kChunkBytes % kSwizzleBytes == 0, "halo tiles begin where swizzled() may");
 
