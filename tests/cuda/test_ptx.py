@@ -7,6 +7,7 @@ that nobody wrote, and races.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_faults_are_found(fault: str) -> None:
     number, text = FAULTS[fault]
     with pytest.raises(kernels.Fault, match=text):
         kernels.run([Call("selftest_fault", FLOAT, [number], [Memory(torch.zeros(96))])])
+
+
+# What is changed in the PTX of conv_tiles, and what it leads to.
+MISTAKES = {
+    "no barriers": (r"\tbar\.sync \t0;", "", "a race: |nobody wrote"),
+    "no barriers of warps": (r"\tbar\.warp\.sync \t-1;", "", "a race: "),
+    "no wait for copies": (r"cp\.async\.wait_group \d", "cp.async.wait_group 9", "a race: |under way"),
+    "an address two bytes on": (r"(ldmatrix\S+ \{.*\}, \[%r\d+)\]", r"\1+2]", "an address that is not aligned"),
+    "no bounds": (r"setp\.(lt|ge|gt|le)\.s32", "setp.eq.s32", "outside|aligned|a race|nobody wrote|do not come"),
+    "the other half of a fragment": (r"(mma\.sync.*, )\{(%r\d+), (%r\d+)\}(, \{%f)", r"\1{\3, \2}\4", None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a check, or (None) by the results."""
+    pattern, replacement, found = MISTAKES[mistake]
+    for path in kernels.ptx().glob("conv_*.ptx"):
+        text, count = re.subn(pattern, replacement, path.read_text())
+        assert count or not path.name.startswith("conv_tiles")
+        (tmp_path / path.name).write_text(text if path.name.startswith("conv_tiles") else path.read_text())
+    monkeypatch.setattr(kernels, "ptx", lambda: tmp_path)
+    with pytest.raises(kernels.Fault if found else AssertionError, match=found):
+        conv_kernels.check_all("conv_tiles", [case(TILES, "small", HALF, "NHWC")])
 
 
 def test_counts(tmp_path: Path) -> None:
