@@ -5,7 +5,8 @@ kind, with a batch of one. It counts, for each kernel:
 
 - products of matrices (mma), and how much of them the layer needs: the rest is zeros beside the image or the channels;
 - other instructions a warp executes for each 16 of them. A 64-bit sum counts as two, a division as the 20 or 70
-  instructions that ptxas makes of it, a move as none. ptxas writes the machine code; this is an estimate of it;
+  instructions that ptxas makes of it, a move as none. That is an estimate of the machine code. How good it is, a count
+  of the whole kernel in both says (`machine`: instructions of sm_80 for one that is counted in PTX);
 - how long shared memory is busy, in units of the least that the same loads and stores could take (bank conflicts);
 - sectors of 32 bytes of global memory asked for, in units of the least that hold the bytes that a warp asks for.
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from . import kernels, measure, report
+from . import kernels, measure, ptx, report
 from .measure import ROOT
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -135,6 +136,29 @@ def read(text: str) -> dict[str, Counts]:
     return found
 
 
+def of_machine(source: Path) -> dict[str, float]:
+    """Of each kernel in a file: instructions of the machine for one that is counted in its PTX."""
+    toolkit, _ = kernels.toolkit_of_torch()
+    tool = kernels.disassembler(toolkit) if toolkit else None
+    if toolkit is None or tool is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = f"{folder}/kernels.cubin"
+        nvcc = str(toolkit.home / "bin" / "nvcc")
+        kernels.run_tool([nvcc, *kernels.FLAGS, "-arch=sm_80", f"-I{ROOT / 'csrc'}", str(source), "-o", cubin])
+        sass = kernels.run_tool([str(tool), "-c", cubin])
+    machine = {}
+    for section in sass.split("\t.section\t.text.")[1:]:
+        instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!.*\bNOP\b).*;", section, re.MULTILINE)
+        machine[readable(section.split(",")[0])] = len(instructions)
+    text, counted = (ptx.FOLDER / f"{source.stem}.ptx").read_text(), {}
+    for entry in text.split(".entry ")[1:]:
+        lines = [re.sub(r"^[{\s]+", "", line).rstrip(" }") for line in entry.split("\n")]
+        instructions = [line for line in lines if re.match(r"(@!?%p\d+ )?[a-z].*;$", line)]
+        counted[readable(entry.partition("(")[0].strip())] = sum(map(weight, instructions))
+    return {name: machine[name] / count for name, count in counted.items() if name in machine}
+
+
 def readable(function: str) -> str:
     name, arguments = kernels.readable(function)
     return f"{name}<{arguments}>" if arguments else name
@@ -232,6 +256,11 @@ def measure_all(size: str) -> dict[str, Any]:
         raise SystemExit(f"bench.kernel_counts: {reason}")
     layers = list(LAYERS)[:: 1 if size == "full" else 6]
     found = [count(layer, arch) for layer in layers for arch in ARCHITECTURES if tells(layer, arch)]
+    ran = {row["kernel"].partition("<")[0] for layer in found for row in layer["kernels"]}
+    sources = [source for source in kernels.listed() if ran & kernels.budgets(source).keys()]
+    machine = {name: ratio for source in sources for name, ratio in of_machine(source).items()}
+    for row in (row for layer in found for row in layer["kernels"]):
+        row["machine"] = machine.get(row["kernel"])
     return measure.report_head("kernel_counts", size) | {"counts": found}
 
 
