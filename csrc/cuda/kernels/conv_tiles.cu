@@ -20,11 +20,11 @@ namespace {
 // place in the order of the sum.
 template <typename T, bool kStrict, bool kGather, typename Shape>
 struct Loop {
+  static constexpr bool kRound = sizeof(T) == 4 && !kStrict;  // to tf32
+
   const ConvCall& call;
   const Tiling& tiling;
   const Work& work;
-  static constexpr bool kRound = sizeof(T) == 4 && !kStrict;
-
   SourceCopies<T, kGather, kRound, Shape> source = {};
   WeightCopies<T, Shape> weights = {};
 
