@@ -186,15 +186,53 @@ struct Coefficients {
   PATCHCONV_DEVICE float map(float x) const { return multiply_add(x - mean, scale, bias); }
 };
 
-PATCHCONV_DEVICE float inverse_deviation(const NormAffine& affine, int64_t statistic) {
-  const float var = affine.var[statistic];
+PATCHCONV_DEVICE float inverse_deviation(const NormAffine& affine, float var) {
   return affine.inverse ? var : 1 / square_root(var + affine.eps);
 }
 
 PATCHCONV_DEVICE Coefficients coefficients(const NormAffine& affine, int64_t statistic, int64_t channel) {
-  const float invstd = inverse_deviation(affine, statistic);
+  const float invstd = inverse_deviation(affine, affine.var[statistic]);
   return {affine.mean[statistic], affine.weight == nullptr ? invstd : invstd * affine.weight[channel],
           affine.bias == nullptr ? 0 : affine.bias[channel]};
+}
+
+// Numbers of a piece's channels, of which `left` exist: by 16 bytes where they lie so.
+template <int kCount>
+PATCHCONV_DEVICE void load_channels(float (&to)[kCount], const float* from, int64_t channel, int left) {
+  constexpr int kWhole = 4;
+  if (left == kCount && reinterpret_cast<uintptr_t>(from + channel) % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kWhole) {
+      const auto four = load_whole<Vec<float, kWhole>>(from + channel + i);
+#pragma unroll
+      for (int j = 0; j < kWhole; ++j) to[i + j] = four.at[j];
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = i < left ? from[channel + i] : 0;
+}
+
+// Those of a piece's channels.
+template <int kCount>
+PATCHCONV_DEVICE void load_coefficients(Coefficients (&to)[kCount], const NormSizes& n,
+                                        const NormAffine& affine, int64_t image, int64_t channel, int left) {
+  if (n.groups > 0 || affine.weight == nullptr || affine.bias == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) to[i] = coefficients(affine, n.statistic(image, channel + i), channel + i);
+    }
+    return;
+  }
+  float mean[kCount], var[kCount], weight[kCount], bias[kCount];
+  load_channels(mean, affine.mean, channel, left);
+  load_channels(var, affine.var, channel, left);
+  load_channels(weight, affine.weight, channel, left);
+  load_channels(bias, affine.bias, channel, left);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    to[i] = {mean[i], inverse_deviation(affine, var[i]) * weight[i], bias[i]};
+  }
 }
 
 // Without SiLU, the result is 0 where z <= floor. ReLU has a floor of 0; without an activation it is NaN,

@@ -25,16 +25,41 @@ struct Slopes {
   }
 };
 
+PATCHCONV_DEVICE Slopes slopes(const Coefficients& z, float invstd, const Sums& total, float each) {
+  return {z, z.scale, -invstd * invstd * invstd * (total.product * each), -invstd * (total.grad * each),
+          true};
+}
+
 // `totals`: those of the statistics; null if the statistics are constants.
 PATCHCONV_DEVICE Slopes slopes(const NormSizes& n, const NormAffine& affine, const Sums* totals, float each,
                                int64_t image, int64_t channel) {
   const int64_t statistic = n.statistic(image, channel);
   const Coefficients z = coefficients(affine, statistic, channel);
   if (totals == nullptr) return {z, z.scale, 0, 0, false};
-  const float invstd = inverse_deviation(affine, statistic);
-  const Sums total = totals[statistic];
-  return {z, z.scale, -invstd * invstd * invstd * (total.product * each), -invstd * (total.grad * each),
-          true};
+  return slopes(z, inverse_deviation(affine, affine.var[statistic]), totals[statistic], each);
+}
+
+// Those of a piece's channels, of which `left` exist.
+template <int kCount>
+PATCHCONV_DEVICE void load_slopes(Slopes (&to)[kCount], const NormSizes& n, const NormAffine& affine,
+                                  const Sums* totals, float each, int64_t image, int64_t channel, int left) {
+  if (n.groups > 0 || totals == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) to[i] = slopes(n, affine, totals, each, image, channel + i);
+    }
+    return;
+  }
+  Coefficients z[kCount];
+  float var[kCount], sums[2 * kCount];
+  load_coefficients(z, n, affine, image, channel, left);
+  load_channels(var, affine.var, channel, left);
+  load_channels(sums, reinterpret_cast<const float*>(totals), 2 * channel, 2 * left);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const Sums total{sums[2 * i], sums[2 * i + 1]};
+    to[i] = slopes(z[i], inverse_deviation(affine, var[i]), total, each);
+  }
 }
 
 // Budget: 80 registers, 0 bytes of shared memory.
@@ -78,11 +103,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   const PixelPart part = pixel_part<T>(n, pixels);
   if (part.left == 0) return;
   Slopes numbers[E::kCount];
-#pragma unroll
-  for (int i = 0; i < E::kCount; ++i) {
-    if (i >= part.left) break;
-    numbers[i] = slopes(n, affine, totals, each, part.image, part.channel + i);
-  }
+  load_slopes(numbers, n, affine, totals, each, part.image, part.channel, part.left);
   const int64_t base = part.image * n.pixels * n.channels + part.channel;
   const int down = kNormThreads / pixels.across;
   for (int64_t p = part.first; p < part.end; p += int64_t{kAtOnce} * down) {

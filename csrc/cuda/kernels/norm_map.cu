@@ -43,12 +43,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   const PixelPart part = pixel_part<T>(n, pixels);
   if (part.left == 0) return;
   Coefficients numbers[E::kCount];
-#pragma unroll
-  for (int i = 0; i < E::kCount; ++i) {
-    if (i >= part.left) break;
-    const int64_t channel = part.channel + i;
-    numbers[i] = coefficients(affine, n.statistic(part.image, channel), channel);
-  }
+  load_coefficients(numbers, n, affine, part.image, part.channel, part.left);
   const int64_t base = part.image * n.pixels * n.channels + part.channel;
   const int down = kNormThreads / pixels.across;
   for (int64_t p = part.first; p < part.end; p += int64_t{kAtOnce} * down) {

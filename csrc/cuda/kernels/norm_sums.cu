@@ -76,12 +76,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   const int down = kNormThreads / pixels.across;
   Coefficients numbers[E::kCount];
   Sums all[E::kCount] = {};
-#pragma unroll
-  for (int i = 0; i < E::kCount; ++i) {
-    if (i >= part.left) break;
-    const int64_t channel = part.channel + i;
-    numbers[i] = coefficients(affine, n.statistic(part.image, channel), channel);
-  }
+  load_coefficients(numbers, n, affine, part.image, part.channel, part.left);
   for (int64_t p = part.first; p < part.end && part.left > 0; p += int64_t{kAtOnce} * down) {
     typename E::Piece grads[kAtOnce], xs[kAtOnce];
 #pragma unroll
@@ -131,7 +126,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (layout.last) {
     if (call.grad_bias != nullptr) call.grad_bias[channel] = static_cast<float>(all.grad);
     if (call.grad_weight != nullptr) {
-      call.grad_weight[channel] = static_cast<float>(all.product * inverse_deviation(affine, channel));
+      call.grad_weight[channel] =
+          static_cast<float>(all.product * inverse_deviation(affine, affine.var[channel]));
     }
     if (affine.weight != nullptr) weight = affine.weight[channel];
   }
@@ -162,7 +158,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int64_t first = n.statistic(0, channel);
   const Total all = warp_total(n.images, [&](int64_t image) {
     const Sums& one = totals[image * n.channels + channel];
-    const double invstd = inverse_deviation(affine, first + image * n.groups);
+    const double invstd = inverse_deviation(affine, affine.var[first + image * n.groups]);
     return Total{one.grad, invstd * one.product};
   });
   if (lane_index() != 0) return;
