@@ -93,13 +93,14 @@ MISTAKES = {
 def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a check, or (None) by the results."""
     pattern, replacement, found = MISTAKES[mistake]
-    for path in kernels.ptx().glob("conv_*.ptx"):
-        text, count = re.subn(pattern, replacement, path.read_text())
-        assert count or not path.name.startswith("conv_tiles")
-        (tmp_path / path.name).write_text(text if path.name.startswith("conv_tiles") else path.read_text())
-    monkeypatch.setattr(kernels, "ptx", lambda: tmp_path)
+    wrong = case(TILES, "small", HALF, "NHWC")
+    folder = kernels.ptx([wrong.call("conv_tiles")])
+    text, count = re.subn(pattern, replacement, (folder / "conv_tiles.ptx").read_text())
+    assert count
+    (tmp_path / "conv_tiles.ptx").write_text(text)
+    monkeypatch.setattr(kernels, "ptx", lambda calls: tmp_path)
     with pytest.raises(kernels.Fault if found else AssertionError, match=found):
-        conv_kernels.check_all("conv_tiles", [case(TILES, "small", HALF, "NHWC")])
+        conv_kernels.check_all("conv_tiles", [wrong])
 
 
 def test_counts(tmp_path: Path) -> None:

@@ -55,19 +55,38 @@ def program(races: bool = False) -> Path:
     return built(ROOT / "build" / "host_cuda") / "host_cuda"
 
 
+# The files whose kernels a call runs, where they are not one file of its name.
+SOURCES = {
+    "mask_forward": "activation", "mask_backward": "activation", "layer_norm": "norm_layer",
+    "layer_norm_backward": "norm_layer", "norm_backward": "norm_backward norm_sums", "avg_pool": "pool_avg",
+    "avg_pool_backward": "pool_avg", "max_pool": "pool_max", "max_pool_take": "pool_max",
+    "max_pool_backward": "pool_max", "conv_tiles": "conv_tiles conv_pack",
+    "conv_depthwise": "conv_depthwise conv_depthwise_weight",
+}  # fmt: skip
+
+
+def ptx(calls: Sequence[Call]) -> Path:
+    """The folder with the PTX of the kernels that these calls run."""
+    for kernel in {"selftest" if call.kernel.startswith("selftest") else call.kernel for call in calls}:
+        for stem in SOURCES.get(kernel, kernel).split():
+            _compiled(stem)
+    return bench.ptx.FOLDER
+
+
 @lru_cache(None)
-def ptx() -> Path:
-    """The folder with the PTX of all kernels and of those that test the executor."""
+def _compiled(stem: str) -> None:
     toolkit, reason = bench.kernels.toolkit_of_torch()
     if toolkit is None:
         pytest.skip(reason)
     folder = bench.ptx.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        for name in ("selftest.cpp", "selftest.h"):  # apart from the arch.cuh that lies beside them
-            shutil.copy(ROOT / "tests" / "host_cuda" / name, folder)
-        sources = [source for source in bench.kernels.listed() if source.name != bench.ptx.HOST]
-        return bench.ptx.compiled(toolkit, [*sources, folder / "selftest.cpp"])
+        source = ROOT / "csrc" / "cuda" / "kernels" / f"{stem}.cu"
+        if stem == "selftest":  # apart from the arch.cuh that lies beside it
+            source = folder / "selftest.cpp"
+            for name in (source.name, "selftest.h"):
+                shutil.copy(ROOT / "tests" / "host_cuda" / name, folder)
+        bench.ptx.compiled(toolkit, source)
 
 
 def with_kernel(source: str, text: str, folder: Path) -> Path:
@@ -150,7 +169,7 @@ def run(
                     if memory.values is not None:
                         data.write(_bytes(memory.values))
         kind, *more = how.split() or [""]
-        options = [f"ptx={ptx()}"] if kind == "ptx" else []
+        options = [f"ptx={ptx(calls)}"] if kind == "ptx" else []
         command = [str(by or program(kind == "races")), folder, *options, *more, str(shared)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
