@@ -14,7 +14,7 @@ DEMO_NEEDS := pillow rich matplotlib scikit-image
 # kaleido 0.2.1 carries a browser of its own (80 MB): the page that a memory report writes is opened in it.
 TEST_NEEDS := pytest pytest-xdist pytest-timeout hypothesis expecttest filelock h5py zarr kaleido==0.2.1 $(if $(shell command -v cmake),,cmake<4)
 LINT_NEEDS := ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
-BENCH_NEEDS := patch-conv diffusers
+BENCH_NEEDS := patch-conv diffusers lightstream==1.0.7
 MODEL_NEEDS := timm diffusers monai
 
 # Without a GPU in sight the demo needs no CUDA kernels. A CUDA build that is there is used as it is.

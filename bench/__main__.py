@@ -29,6 +29,7 @@ SCRIPTS = (
     "whole_models",
     "tile",
     "tile_speed",
+    "lightstream",
     "tile_training",
     "megapixels",
     "tile_ranks",

@@ -64,6 +64,7 @@ REPORTS = {
     "whole_models": Report("Whole models: memory of a call", report_whole_models.sections),
     "tile": Report("Whole networks strip by strip", report_tile.sections, report_tile.figure),
     "tile_speed": Report("Strips beside one call: time", report_tile.speed),
+    "lightstream": Report("Features of a large image by lightstream and by pc.tile", report_tile.lightstream),
     "tile_training": Report("Training steps tile by tile", report_tile_training.sections, report_tile_training.figure),
     "megapixels": Report("Training on 50 megapixels", report_megapixels.sections, report_megapixels.figure),
     "tile_ranks": Report("Tiles inside of ranks", report_tile_ranks.sections),

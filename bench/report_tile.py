@@ -105,3 +105,26 @@ def figure(data: Row) -> Any:
     places[0][0].set_ylabel("peak, MiB (hollow: predicted)", fontsize=8)
     foot(drawn, data)
     return drawn
+
+
+def lightstream(data: Row) -> Iterator[Section]:
+    yield Section(
+        "ResNet-18's features to layer4 in float32, NCHW, batch 1, norms frozen, without gradients. Peak: MiB above "
+        "the parameters, the image and the result. Error: the largest difference from float64, of stock's own. "
+        "Time in units of stock's, in turn. `pc.tile` gets lightstream's peak as its budget, and a quarter of it. "
+        f"lightstream's backward pass on this CPU: {data['rows'][-1]['backward']}"
+    )
+    yield Section(
+        "",
+        ["image", "form", "budget, MiB", "peak, MiB", "error", "time"],
+        [
+            [
+                f"{row['side']}x{row['side']}",
+                form + (f", tiles of {row['tile']}x{row['tile']}" if form == "lightstream" else ""),
+                mib(row["budgets"][form]) if form in row["budgets"] else "", mib(peak),
+                f"{row['errors'][form] / row['errors']['stock']:.2f}", spread(row["ratio"].get(form)),
+            ]
+            for row in data["rows"]
+            for form, peak in row["peaks"].items()
+        ],
+    )  # fmt: skip
