@@ -198,6 +198,41 @@ def norm(kernel: str, images: int, channels: int, pixels: int, channels_last: bo
     return make
 
 
+def pool(kernel: str, dims: tuple[int, int], inner: int) -> Any:
+    """3x3 with a stride of 2. dims: planes and their side; inner: channels that lie side by side."""
+
+    def make() -> tuple[Call, int]:
+        outer, side, small = *dims, dims[1] // 2
+        x, y = torch.randn(outer * inner * side**2).half(), torch.randn(outer * inner * small**2).half()
+        window = [0, 3, 2, 1, 1]
+        places = [1, 1, 0, 1, 1, 0, 1, side, small, *window, side, small, *window]
+        if kernel == "avg_pool":
+            return Call(kernel, HALF, [outer, inner, 1, *places, 0], [Memory(x), Memory(y)]), 0
+        offsets = Memory(torch.zeros(len(y), dtype=torch.uint8))
+        buffers = [Memory(y), offsets, Memory(x)] if "backward" in kernel else [Memory(x), Memory(y), offsets]
+        return Call(kernel, HALF, [outer, inner, 1, *places], buffers), 0
+
+    return make
+
+
+def layer_norm(rows: int, columns: int, backward: bool) -> Any:
+    def make() -> tuple[Call, int]:
+        x, (mean, rstd) = torch.randn(rows * columns).half(), torch.rand(2, rows)
+        weight, bias = torch.rand(2, columns)
+        if backward:
+            given = [x, x.clone(), mean, rstd, weight, bias, x.clone(), weight.clone(), bias.clone()]
+            return Call("layer_norm_backward", HALF, [rows, columns, 1e-5], list(map(Memory, given))), 0
+        given = [x, x.clone(), mean, rstd, weight, bias]
+        return Call("layer_norm", HALF, [rows, columns, 1e-5], list(map(Memory, given))), 0
+
+    return make
+
+
+def dropout(count: int) -> Any:
+    x, seed = torch.randn(count).half(), torch.tensor([5])
+    return lambda: (Call("dropout", HALF, (count, 0.3, 1.4, 0, 0), [Memory(x), Memory(x.clone()), Memory(seed)]), 0)
+
+
 def conv3(
     side: int, channels: int, pass_: str = "small", dtype: torch.dtype = HALF, layout: str = "NHWC", **more: Any
 ) -> Any:
@@ -229,6 +264,13 @@ LAYERS: dict[str, Callable[[], tuple[Call, int]]] = {
     "batch norm, NCHW": norm("norm_map", 2, 64, 784, False),
     "batch norm's gradients, NHWC": norm("norm_backward", 2, 64, 784, True),
     "batch norm's gradients, NCHW": norm("norm_backward", 2, 64, 784, False),
+    "dropout, 2^18": dropout(2**18),
+    "max pool 3x3 stride 2, 64, 56x56, NHWC": pool("max_pool", (1, 56), 64),
+    "max pool 3x3 stride 2, 64, 56x56, NCHW": pool("max_pool", (64, 56), 1),
+    "its gradient, NHWC": pool("max_pool_backward", (1, 56), 64),
+    "average pool 3x3 stride 2, 64, 56x56, NHWC": pool("avg_pool", (1, 56), 64),
+    "layer norm, 392 rows of 512": layer_norm(392, 512, False),
+    "layer norm's gradients, 392 rows of 512": layer_norm(392, 512, True),
 }
 
 

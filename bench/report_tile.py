@@ -110,7 +110,7 @@ def figure(data: Row) -> Any:
 def lightstream(data: Row) -> Iterator[Section]:
     yield Section(
         "ResNet-18's features to layer4 in float32, NCHW, batch 1, norms frozen, without gradients. Peak: MiB above "
-        "the parameters, the image and the result. Error: the largest difference from float64, of stock's own. "
+        "the parameters, the image and the result. Error: the largest difference from float64, in units of stock's. "
         "Time in units of stock's, in turn. `pc.tile` gets lightstream's peak as its budget, and a quarter of it. "
         f"lightstream's backward pass on this CPU: {data['rows'][-1]['backward']}"
     )

@@ -13,11 +13,13 @@ namespace patchconv::kernels {
 
 namespace {
 
-PATCHCONV_DEVICE float weight_at(const LayerNorm& norm, int64_t column) {
-  return norm.weight == nullptr ? 1 : norm.weight[column];
-}
-PATCHCONV_DEVICE float bias_at(const LayerNorm& norm, int64_t column) {
-  return norm.bias == nullptr ? 0 : norm.bias[column];
+// The weights or biases of a piece; `otherwise` if there are none.
+template <int kCount>
+PATCHCONV_DEVICE void load_parameters(float (&to)[kCount], const float* from, float otherwise, int64_t column,
+                                      int count) {
+  if (from != nullptr) return load_channels(to, from, column, count);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = otherwise;
 }
 
 // Gives every thread of a team the value of its first one. All threads of the block take part.
@@ -93,12 +95,14 @@ __global__ void __launch_bounds__(kNormThreads)
   T* to = y + row * norm.columns;
   each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
     typename E::Piece piece = E::load(from + column, 0, count, aligned);
+    float weights[E::kCount], biases[E::kCount];
+    load_parameters(weights, norm.weight, 1, column, count);
+    load_parameters(biases, norm.bias, 0, column, count);
 #pragma unroll
     for (int i = 0; i < E::kCount; ++i) {
       if (i >= count) break;
       const float normal = (to_float(piece.at[i]) - all.mean) * scale;
-      piece.at[i] =
-          from_float<T>(multiply_add(normal, weight_at(norm, column + i), bias_at(norm, column + i)));
+      piece.at[i] = from_float<T>(multiply_add(normal, weights[i], biases[i]));
     }
     E::store(to + column, piece, 0, count, aligned);
   });
@@ -119,10 +123,12 @@ __global__ void __launch_bounds__(kNormThreads)
     each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
       const typename E::Piece grads = E::load(grad + column, 0, count, aligned);
       const typename E::Piece xs = E::load(x + column, 0, count, aligned);
+      float weights[E::kCount];
+      load_parameters(weights, norm.weight, 1, column, count);
 #pragma unroll
       for (int i = 0; i < E::kCount; ++i) {
         if (i >= count) break;
-        const float g = to_float(grads.at[i]) * weight_at(norm, column + i);
+        const float g = to_float(grads.at[i]) * weights[i];
         all.grad += g;
         all.product = multiply_add(g, (to_float(xs.at[i]) - mean) * scale, all.product);
       }
@@ -136,11 +142,13 @@ __global__ void __launch_bounds__(kNormThreads)
   each_piece<T, kTeam>(norm, [&](int64_t column, int count) {
     typename E::Piece grads = E::load(grad + column, 0, count, aligned);
     const typename E::Piece xs = E::load(x + column, 0, count, aligned);
+    float weights[E::kCount];
+    load_parameters(weights, norm.weight, 1, column, count);
 #pragma unroll
     for (int i = 0; i < E::kCount; ++i) {
       if (i >= count) break;
       const float normal = (to_float(xs.at[i]) - mean) * scale;
-      const float g = to_float(grads.at[i]) * weight_at(norm, column + i);
+      const float g = to_float(grads.at[i]) * weights[i];
       grads.at[i] = from_float<T>(scale * multiply_add(by_normal, normal, g + rest));
     }
     E::store(out + column, grads, 0, count, aligned);

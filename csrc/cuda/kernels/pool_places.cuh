@@ -17,10 +17,34 @@ struct Place {
   int depth, height, width, inner;
 };
 
-// A size and its reciprocal.
+// A divisor of whole numbers from 0 to 2^31 - 1: a product's upper half takes the place of a division, which
+// takes some twenty instructions. The multiplier is 2^(31 + s) / n, rounded up, with 2^s >= n > 2^(s - 1): it
+// is too large by less than 2^s / n, which over such numbers adds less than 1 / n to the quotient.
+struct Quick {
+  int n = 1;
+  uint32_t multiplier = 0;
+  int shift = 0;
+
+  Quick() = default;
+  explicit Quick(int64_t by) : n(static_cast<int>(by)) {
+    int log2 = 0;
+    while ((int64_t{1} << log2) < by) ++log2;
+    if (log2 == 0) return;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + static_cast<uint64_t>(by) - 1) /
+                                       static_cast<uint64_t>(by));
+    shift = log2 - 1;
+  }
+  PATCHCONV_DEVICE int quotient(int number) const {
+    return n == 1 ? number
+                  : static_cast<int>(multiply_high(static_cast<uint32_t>(number), multiplier) >> shift);
+  }
+};
+
+// A size and its reciprocals.
 struct Size {
   int n;
   double inverse;
+  Quick quick;
 };
 
 // Sizes of one side of a pool.
@@ -32,6 +56,7 @@ struct Sides {
 // function call.
 struct Dim {
   int in, out, adaptive, kernel, stride, padding, dilation;
+  Quick by_stride, by_dilation;
 
   PATCHCONV_DEVICE int start(int o) const { return adaptive ? o * in / out : o * stride - padding; }
   PATCHCONV_DEVICE int taps(int o) const {
@@ -46,8 +71,8 @@ struct Window {
 
 PATCHCONV_DEVICE Window window_of(const Dim& dim, int o) {
   const int start = dim.start(o), taps = dim.taps(o);
-  const int begin = start < 0 ? (dim.dilation - 1 - start) / dim.dilation : 0;
-  const int end = start < dim.in ? (dim.in - start + dim.dilation - 1) / dim.dilation : 0;
+  const int begin = start < 0 ? dim.by_dilation.quotient(dim.dilation - 1 - start) : 0;
+  const int end = start < dim.in ? dim.by_dilation.quotient(dim.in - start + dim.dilation - 1) : 0;
   return {start, taps, begin, end < taps ? end : taps};
 }
 
@@ -84,15 +109,14 @@ PATCHCONV_DEVICE Place place_of_first(int64_t element, const Sides& n) {
 
 // The place `step` elements further on; `step` plus one inner line must fit 32 bits.
 PATCHCONV_DEVICE Place moved(Place place, int step, const Sides& n) {
-  const auto carry = [](int& digit, unsigned add, const Size& size) {
-    const unsigned sum = static_cast<unsigned>(digit) + add;
-    const unsigned over = sum / static_cast<unsigned>(size.n);
-    digit = static_cast<int>(sum - over * static_cast<unsigned>(size.n));
+  const auto carry = [](int& digit, int add, const Size& size) {
+    const int sum = digit + add, over = size.quick.quotient(sum);
+    digit = sum - over * size.n;
     return over;
   };
-  const unsigned columns = carry(place.inner, static_cast<unsigned>(step), n.inner);
-  const unsigned rows = carry(place.width, columns, n.width);
-  const unsigned slices = carry(place.height, rows, n.height);
+  const int columns = carry(place.inner, step, n.inner);
+  const int rows = carry(place.width, columns, n.width);
+  const int slices = carry(place.height, rows, n.height);
   place.outer += carry(place.depth, slices, n.depth);
   return place;
 }
@@ -122,16 +146,17 @@ PATCHCONV_DEVICE Outputs outputs_at(const Dim& dim, int i) {
     return {begin, end};
   }
   const int from = i + dim.padding - (dim.kernel - 1) * dim.dilation;
-  const int last = (i + dim.padding) / dim.stride + 1;
-  return {from > 0 ? (from + dim.stride - 1) / dim.stride : 0, last < dim.out ? last : dim.out};
+  const int last = dim.by_stride.quotient(i + dim.padding) + 1;
+  const int begin = from > 0 ? dim.by_stride.quotient(from + dim.stride - 1) : 0;
+  return {begin, last < dim.out ? last : dim.out};
 }
 
 // The tap of output o that lies at coordinate i; -1 if none does.
 PATCHCONV_DEVICE int tap_at(const Dim& dim, int o, int i) {
   const int distance = i - dim.start(o);
-  if (distance < 0 || distance % dim.dilation != 0) return -1;
-  const int tap = distance / dim.dilation;
-  return tap < dim.taps(o) ? tap : -1;
+  if (distance < 0) return -1;
+  const int tap = dim.by_dilation.quotient(distance);
+  return tap * dim.dilation == distance && tap < dim.taps(o) ? tap : -1;
 }
 
 constexpr int64_t kMost = (int64_t{1} << 31) - 1 - kTile;
@@ -146,15 +171,21 @@ inline bool fits(const PoolDim& dim) {
 inline Dims narrowed(const PoolShape& pool) {
   if (!serves(pool)) throw LaunchError("a pool over a dimension of 2^31 or more");
   const auto narrow = [](const PoolDim& dim) {
-    return Dim{static_cast<int>(dim.in),      static_cast<int>(dim.out),    dim.adaptive,
-               static_cast<int>(dim.kernel),  static_cast<int>(dim.stride), static_cast<int>(dim.padding),
-               static_cast<int>(dim.dilation)};
+    return Dim{static_cast<int>(dim.in),
+               static_cast<int>(dim.out),
+               dim.adaptive,
+               static_cast<int>(dim.kernel),
+               static_cast<int>(dim.stride),
+               static_cast<int>(dim.padding),
+               static_cast<int>(dim.dilation),
+               Quick(dim.stride),
+               Quick(dim.dilation)};
   };
   return {narrow(pool.dims[0]), narrow(pool.dims[1]), narrow(pool.dims[2]), pool.inner};
 }
 
 inline Sides sides(const Dims& pool, int Dim::* size) {
-  const auto with_inverse = [](int n) { return Size{n, 1.0 / n}; };
+  const auto with_inverse = [](int n) { return Size{n, 1.0 / n, Quick(n)}; };
   return {with_inverse(pool.depth.*size), with_inverse(pool.height.*size), with_inverse(pool.width.*size),
           with_inverse(static_cast<int>(pool.inner))};
 }
