@@ -189,6 +189,7 @@ TORCH_LIBRARY(patchconv, m) {
   m.def("add_(Tensor(a!) input, Tensor other, *, Scalar alpha=1) -> Tensor(a!)");
   m.def("add_relu(Tensor input, Tensor other) -> Tensor");
   m.def("mul(Tensor input, Tensor other) -> Tensor");
+  m.def("glu(Tensor input, int dim=-1) -> Tensor");
   m.def("cast(Tensor input, ScalarType dtype) -> Tensor");
   m.def(
       "upsample(Tensor input, int[]? size, float[]? scale_factors, str mode='nearest', bool "

@@ -27,7 +27,7 @@ class Lean(ForwardInLean):
 _SAVES: dict[str, tuple[type[nn.Module], ...]] = {
     "its input, if the layer before it cannot make it again": (
         nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
-        nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear,
+        nn.InstanceNorm3d, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Linear, nn.GLU,
     ),
     "the seed of its mask": (
         nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,

@@ -94,6 +94,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
         for module in (torch, F):
             table[getattr(module, f"max_pool{dims}d")] = getattr(functional, f"max_pool{dims}d")
     table[F.linear] = functional.linear
+    table[F.glu] = table[torch._C._nn.glu] = functional.glu
     table[torch.avg_pool1d] = functional.avg_pool1d
     table[nn_ops.avg_pool2d] = functional.avg_pool2d
     table[nn_ops.avg_pool3d] = functional.avg_pool3d

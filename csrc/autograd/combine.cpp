@@ -1,5 +1,5 @@
 // Cheap operators that save nothing, or what stock saves, and whose output can be rebuilt from their
-// operands: concatenation, sums, products, and the casts of autocast.
+// operands: concatenation, sums, products, gated halves, and the casts of autocast.
 //
 // Operands are not kept alive for that. An operand comes from its own producer, or is saved when a consumer
 // asks for the output and the operand still exists. A densely connected network then keeps each feature map
@@ -8,6 +8,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/glu.h>
+#include <ATen/ops/glu_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mul.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -249,6 +251,47 @@ Tensor mul(const Tensor& a, const Tensor& b) {
 
 // ---------------------------------------------------------------------------------------------------------
 
+// Below autograd, so that a kernel of this library computes it where there is one; with grad mode on, with
+// history.
+Tensor call_glu(const Tensor& x, int64_t dim) {
+  static const auto op = handle<Tensor(const Tensor&, int64_t)>("glu");
+  if (needs_node(x)) return op.call(x, dim);
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(x, dim);
+}
+
+// Saves its input, as stock does; its output, half as large, is made again from it.
+class GluBackward final : public LeanNode {
+ public:
+  GluBackward() : LeanNode("patchconv::GluBackward") {}
+  Source input;
+  int64_t dim = -1;
+
+ protected:
+  variable_list backward(const Tensor& grad) override {
+    return {at::glu_backward(grad, input.get(*this), dim)};
+  }
+  Tensor rebuild() override { return call_glu(input.get(*this), dim); }
+  std::vector<Source*> sources() override { return {&input}; }
+};
+
+Tensor glu(const Tensor& x, int64_t dim) {
+  if (!use_lean_node(x)) return needs_node(x) || has_tangent(x) ? at::glu(x, dim) : call_glu(x, dim);
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op = handle<Tensor(const Tensor&, int64_t)>("glu");
+    y = op.call(x, dim);
+  }
+  const auto node = make_node<GluBackward>(x);
+  node->input.keep(x);
+  node->dim = dim;
+  LeanNode::attach(y, node);
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
 class CastBackward final : public LeanNode {
  public:
   CastBackward() : LeanNode("patchconv::CastBackward") {}
@@ -335,6 +378,7 @@ TORCH_LIBRARY_IMPL(patchconv, Autograd, m) {
   m.impl("add_", &add_);
   m.impl("add_relu", &add_relu);
   m.impl("mul", &mul);
+  m.impl("glu", &glu);
   m.impl("cast", &cast_autograd);
   m.impl("linear", &linear);
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/glu.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
@@ -26,6 +27,7 @@ Tensor stock_linear(const Tensor& x, const Tensor& weight, const OptionalTensor&
   return at::linear(x, weight, bias);
 }
 Tensor stock_mul(const Tensor& a, const Tensor& b) { return at::mul(a, b); }
+Tensor stock_glu(const Tensor& x, int64_t dim) { return at::glu(x, dim); }
 Tensor stock_add(const Tensor& a, const Tensor& b, const Scalar& alpha) { return at::add(a, b, alpha); }
 Tensor stock_add_relu(const Tensor& a, const Tensor& b) { return at::add(a, b).relu_(); }
 Tensor& stock_add_(Tensor& a, const Tensor& b, const Scalar& alpha) { return a.add_(b, alpha); }
@@ -41,6 +43,7 @@ void stock_combine(torch::Library& m) {
   m.impl("add_", &stock_add_);
   m.impl("add_relu", &stock_add_relu);
   m.impl("mul", &stock_mul);
+  m.impl("glu", &stock_glu);
   m.impl("cast", &stock_cast);
   m.impl("linear", &stock_linear);
 }

@@ -1,5 +1,5 @@
-"""Sums, products, concatenations and linear layers. A later layer that needs such a result in backward makes sums,
-products and concatenations again from their operands.
+"""Sums, products, gated halves, concatenations and linear layers. A later layer that needs such a result in backward
+makes it again from its operands, unless it is a linear layer's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._library import plain_eager
 
-__all__ = ["add", "add_", "add_relu", "cat", "linear", "mul"]
+__all__ = ["add", "add_", "add_relu", "cat", "glu", "linear", "mul"]
 
 _ops = torch.ops.patchconv
 
@@ -51,6 +51,13 @@ def mul(input: Tensor, other: Any) -> Tensor:
     if not plain_eager(input, other) or other is None:
         return torch.mul(input, other)
     return _ops.mul.default(input, other)
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """torch.nn.functional.glu. Saves its input if that cannot be made again. A layer that needs the result in backward
+    makes it again.
+    """
+    return _ops.glu.default(input, dim) if plain_eager(input) and input.dim() > 0 else F.glu(input, dim)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

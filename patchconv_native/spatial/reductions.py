@@ -189,7 +189,7 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Ten
     return wrap(F.cosine_similarity(a, b, dim, eps), {d - (d > dim): axis for d, axis in axes.items()})
 
 
-@rule(F.glu)
+@rule(F.glu, torch._C._nn.glu)
 def _glu(input: Any, dim: int = -1) -> Tensor:
     if dim % input.dim() in input.axes:
         raise refuse("glu", "the dimension that it halves is cut")

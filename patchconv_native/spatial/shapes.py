@@ -64,6 +64,24 @@ def _slice(x: SpatialTensor, dim: int, start: int, stop: int) -> Any:
     return wrap(cropped._local.clone(), cropped.axes)
 
 
+@rule(torch.diff, Tensor.diff)
+def _diff(x: Any, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
+    """A part reads the n coordinates behind it too."""
+    value: Any = x
+    if prepend is not None or append is not None:
+        value = torch.cat([t for t in (prepend, x, append) if t is not None], dim)
+    dim %= value.dim()
+    axis, size = value.axes.get(dim), value.size(dim) - n
+    if axis is None:
+        return wrap(value._local.diff(n, dim), value.axes)
+    if value is not x or size < axis.least:
+        raise refuse("diff", "what it joins is cut" if value is not x else "little of a cut dimension is left")
+    window = Window(n + 1)
+    new = window.small_axis("diff", axis, size)
+    local = reading(value._local, dim, axis, [window.reads(part) for part in new.ranges()], fresh=n > 0)
+    return wrap(local.diff(n, dim), {**value.axes, dim: new})
+
+
 def _gathered(x: SpatialTensor, dim: int, start: int, size: int, step: int) -> Tensor:
     """Every step-th coordinate, of which there are few: all of them for every part, which is no longer cut here."""
     axis = x.axes[dim]

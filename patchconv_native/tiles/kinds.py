@@ -32,7 +32,7 @@ _MIX = (
     "fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift scatter scatter_ scatter_add scatter_add_ "
     "scatter_reduce scatter_reduce_ index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put "
     "index_put_ masked_scatter masked_scatter_ take put quantile nanquantile kthvalue mode nanmedian nansum nanmean "
-    "aminmax count_nonzero logcumsumexp renorm dist pairwise_distance diff trapezoid tensordot inner cross bucketize "
+    "aminmax count_nonzero logcumsumexp renorm dist pairwise_distance trapezoid tensordot inner cross bucketize "
     "searchsorted broadcast_tensors kl_div stft istft affine_grid_generator grid_sampler linalg_norm "
     "linalg_matrix_norm linalg_cross linalg_vecdot linalg_inv linalg_det linalg_solve linalg_svd linalg_qr linalg_eigh "
     "linalg_cholesky t histc msort cumsum_ cumprod_ cumulative_trapezoid column_stack block_diag kron "

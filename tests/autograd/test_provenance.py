@@ -47,6 +47,7 @@ CHAINS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
     "cat": lambda x, p: lf.relu(lf.cat([batch_norm(x[:, :2], half(p)), lf.silu(x[:, 2:])], 1)),
     "residual": lambda x, p: lf.relu(lf.add(batch_norm(x, p), lf.silu(x))),
     "gate": lambda x, p: lf.mul(lf.sigmoid(x.mean((2, 3), keepdim=True)), lf.silu(batch_norm(x, p))),
+    "gated halves": lambda x, p: lf.glu(lf.cat([batch_norm(x, p), lf.silu(x)], 1), 1),
     "channels dropped": lambda x, p: lf.dropout2d(batch_norm(x, p), 0.4),
     "alpha dropout": lambda x, p: lf.alpha_dropout(lf.selu(batch_norm(x, p)), 0.2, training=True),
     "permuted layer_norm": lambda x, p: lf.layer_norm(

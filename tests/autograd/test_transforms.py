@@ -206,6 +206,7 @@ def test_lean_layers_under_transforms(device):
         "local_response_norm": lambda f, x: f.local_response_norm(x, 3),
         "batch_norm": lambda f, x: f.batch_norm(x, None, None, training=True),
         "interpolate": lambda f, x: f.interpolate(x, scale_factor=2),
+        "glu": lambda f, x: f.glu(x, -3),
         "pad": lambda f, x: f.pad(x, (1, 1, 1, 1), "reflect"),
     }  # fmt: skip
     x = torch.randn(2, 4, 5, 5, device=device, dtype=torch.float64)

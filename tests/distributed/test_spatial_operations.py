@@ -152,6 +152,9 @@ CORNERS: Cases = {
     "any and all": (apply(lambda x: x * (1 + (x > 0).any().double() + (x > -9).all(3, keepdim=True).double())), SHAPE),
     "every second row": (apply(lambda x: x[:, :, 1::2, ::3] + x[:, :, :-1:2, ::3]), SHAPE),
     "expand": (apply(lambda x: x.mean(1, keepdim=True).expand(-1, 4, -1, -1) + x.expand_as(x)), SHAPE),
+    "variation": (apply(lambda x: x.diff(dim=2).abs().mean() + torch.diff(x, 2).square().mean() + x.diff(dim=1).sum()),
+                  SHAPE),
+    "differences to other channels": (apply(lambda x: x.diff(2, 1, x[:, 1:2] * 2, append=x[:, :1])), SHAPE),
     "roll of channels": (apply(lambda x: x.roll(1, 1)), SHAPE),
     "mean by axis": (apply(lambda x: x.mean(axis=1)), SHAPE),
     "cross entropy, 255 ignored, weights": (

@@ -53,6 +53,8 @@ CALLS: dict[str, Any] = {
     "x * y": lambda x: x * x.flip(0), "x * 2": lambda x: x * 2,
     "broadcast": lambda x: x * x.mean((2, 3), keepdim=True) + x[:1],
     "torch.mul": lambda x: torch.mul(x, x.flip(0)), "x.mul": lambda x: x.mul(x.flip(0)),
+    "F.glu": lambda x: F.glu(x), "F.glu of channels": lambda x: F.glu(input=x, dim=1),
+    "torch._C._nn.glu": lambda x: torch._C._nn.glu(x, 1),
     "F.linear": lambda x: F.linear(x, torch.eye(6).to(x) + 1),
     "F.conv2d": lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3).to(x), padding="same"),
     "F.conv_transpose2d": lambda x: F.conv_transpose2d(x, torch.ones(4, 4, 3, 3).to(x)),

@@ -66,6 +66,7 @@ SAME_NORMS: list[Case] = [
     (nn.LayerNorm, (7,), {"bias": False}, IMAGE), (nn.RMSNorm, (7,), {}, IMAGE),
     (nn.LocalResponseNorm, (3,), {}, IMAGE), (nn.Linear, (7, 5), {}, IMAGE),
     (nn.Linear, (7, 5), {"bias": False}, (4, 7)),
+    (nn.GLU, (1,), {}, IMAGE), (nn.GLU, (-2,), {}, LINE), (nn.GLU, (), {}, (3, 8)),
 ]  # fmt: skip
 OWN_NORMS: list[Case] = [
     (cls, (shape[1],), options, shape)
@@ -222,7 +223,7 @@ BYTES: list[tuple[Case, float]] = [
     ((nn.LeakyReLU, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Hardsigmoid, (), {}, (2, 8, 16, 16)), 1 / 32),
     ((nn.Threshold, (0.1, 9.0), {}, (2, 8, 16, 16)), 1 / 32), ((nn.Softshrink, (), {}, (2, 8, 16, 16)), 1 / 32),
     ((nn.Hardshrink, (), {}, (2, 8, 16, 16)), 1 / 32), ((nn.LogSigmoid, (), {}, (2, 8, 16, 16)), 1),
-    ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1),
+    ((nn.SiLU, (), {}, (2, 8, 16, 16)), 1), ((nn.GLU, (1,), {}, (2, 8, 16, 16)), 1),
     ((nn.Sigmoid, (), {}, (2, 8, 16, 16)), 1), ((nn.MaxPool2d, (2,), {}, (2, 8, 16, 16)), 1 / 16),
     ((nn.MaxPool2d, (17, 17, 8), {}, (2, 8, 34, 34)), 2 * 4 / (4 * 34 * 34)),
     ((nn.AvgPool2d, (2,), {}, (2, 8, 16, 16)), 0),

@@ -14,7 +14,7 @@ LAYERS = """
 AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AlphaDropout
 AvgPool1d AvgPool2d AvgPool3d BatchNorm1d BatchNorm2d BatchNorm3d CELU CircularPad1d CircularPad2d CircularPad3d
 ConstantPad1d ConstantPad2d ConstantPad3d Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Dropout
-Dropout1d Dropout2d Dropout3d ELU FeatureAlphaDropout GELU GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh
+Dropout1d Dropout2d Dropout3d ELU FeatureAlphaDropout GELU GLU GroupNorm Hardshrink Hardsigmoid Hardswish Hardtanh
 InstanceNorm1d InstanceNorm2d InstanceNorm3d LayerNorm LeakyReLU Linear LocalResponseNorm LogSigmoid MaxPool1d MaxPool2d
 MaxPool3d Mish PReLU RMSNorm ReLU ReLU6 ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d
 ReplicationPad2d ReplicationPad3d SELU SiLU Sigmoid Softplus Softshrink SyncBatchNorm Tanh Threshold Upsample
@@ -23,9 +23,9 @@ UpsamplingBilinear2d UpsamplingNearest2d ZeroPad1d ZeroPad2d ZeroPad3d
 LEAN_FUNCTIONS = """
 adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 add add_ add_relu alpha_dropout avg_pool1d avg_pool2d avg_pool3d batch_norm batch_norm_relu cat celu dropout dropout1d
-dropout2d dropout3d elu feature_alpha_dropout gelu group_norm group_norm_silu hardshrink hardsigmoid hardswish hardtanh
-instance_norm interpolate layer_norm leaky_relu linear local_response_norm logsigmoid max_pool1d max_pool2d max_pool3d
-mish mul pad prelu relu relu6 rms_norm selu sigmoid silu softplus softshrink tanh threshold
+dropout2d dropout3d elu feature_alpha_dropout gelu glu group_norm group_norm_silu hardshrink hardsigmoid hardswish
+hardtanh instance_norm interpolate layer_norm leaky_relu linear local_response_norm logsigmoid max_pool1d max_pool2d
+max_pool3d mish mul pad prelu relu relu6 rms_norm selu sigmoid silu softplus softshrink tanh threshold
 """
 NAMES = {
     "patchconv_native": f"""

@@ -37,6 +37,7 @@ UNARY: dict[str, tuple[tuple[int, ...], Arguments]] = {
     "adaptive_avg_pool3d": (VOLUME, (2,)),
     "add": (IMAGE, lambda device: (torch.rand(4, 1, 1, device=device, requires_grad=True),)),
     "mul": (IMAGE, lambda device: (torch.rand(4, 1, 1, device=device, requires_grad=True),)),
+    "glu": (IMAGE, (1,)),
     "cast": (IMAGE, (torch.bfloat16,)),
     "linear": (IMAGE, lambda device: (torch.rand(3, 5, device=device, requires_grad=True),)),
     "upsample": (IMAGE, (None, [2.0, 1.5], "bilinear")), "pad": (IMAGE, ([1, 2, 0, 3], "reflect")),

@@ -138,6 +138,8 @@ def others(dims: int) -> Makers:
         "all but the last": lambda: Apply(lambda x: x[:, :, :-1]),
         "every second": lambda: Apply(lambda x: x[:, :, ::2]),
         "every third, from the second": lambda: Apply(lambda x: x[..., 1::3]),
+        "differences": lambda: Apply(lambda x: x.diff(dim=2)),
+        "differences of differences": lambda: Apply(lambda x: torch.diff(x, 3) * 2),
         "activation": nn.SiLU,
         "sums over tiles": lambda: Apply(centred),
     }

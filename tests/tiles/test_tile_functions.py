@@ -72,6 +72,9 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "bytes": lambda x: (whole_numbers(x).byte().any(1), whole_numbers(x).byte().all()),
     "squares beyond half precision": lambda x: ((x * 400).half().norm(dim=2), (x * 400).half().std((2, 3))),
     "a place that is in a tensor": lambda x: x.narrow(2, torch.tensor(1), 5),
+    "differences": lambda x: (x.diff(dim=2), torch.diff(x, n=2), (x > 0).diff(dim=2), x.diff(0), x.diff(9, 1)),
+    "differences of channels": lambda x: x.diff(dim=1, prepend=x[:, 1:2], append=x[:, :1] * 2),
+    "gated halves": lambda x: (F.glu(x, 1), torch._C._nn.glu(x, 1), pc.convert(nn.GLU(1))(x)),
     "turned": lambda x: (x.fliplr(), x.mH, torch.complex(x, x).adjoint().imag),
     "instances": lambda x: torch.instance_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
 }
@@ -80,7 +83,7 @@ AT_ONCE: dict[str, Callable[[Tensor], Any]] = {
     "written": written,
     "scattered": lambda x: torch.zeros(2, 10, 23, 18, dtype=x.dtype).scatter(1, whole_numbers(x), x),
     "alike rows": lambda x: F.cosine_similarity(x, x + 1, 2),
-    "differences": lambda x: x.diff(dim=2) + x.diff(dim=2, prepend=x[:, :, :1])[:, :, 1:],
+    "differences with more before": lambda x: x.diff(dim=2, prepend=x[:, :, :1]) + x.diff(dim=3, append=x[..., :1]),
     "ranks": lambda x: (x.kthvalue(2, 1)[0], *x.aminmax(dim=1)),
     "counts": lambda x: ((x > 0).count_nonzero(1), torch.bucketize(x, torch.linspace(-1, 1, 9).double())),
     "tensors": lambda x: (torch.tensordot(x, TABLE[:4, :2], ([1], [0])), torch.linalg.norm(x, dim=1)),
