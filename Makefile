@@ -81,6 +81,7 @@ check: build $(TEST_STAMP) $(DEMO_STAMP) $(MODEL_STAMP) ## every test at full wi
 	PATCHCONV_HOST_CUDA="races at-once" $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
 	PATCHCONV_HOST_CUDA=ptx $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
 	PATCHCONV_HOST_CUDA="ptx at-once" $(RUN_TESTS) $(PYTEST_ARGS) $(KERNEL_TESTS)
+	$(PY) -m bench.ptx
 
 build: $(TORCH_STAMP) ## the extension, in place; recompiles what changed
 	$(PY) setup.py --quiet build_ext --inplace

@@ -1,11 +1,17 @@
-"""PTX of the CUDA kernels, as nvcc writes it for sm_80: what tests/ptx executes on a CPU."""
+"""PTX of the CUDA kernels, as nvcc writes it for sm_80: what tests/ptx executes on a CPU.
+
+`python -m bench.ptx` says which kernels, of those that were compiled, have never run: every instance that a launch can
+choose should. Tests note what ran in build/ptx/ran.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
+import sys
 from pathlib import Path
 
-from .kernels import FLAGS, Toolkit, run_tool, with_headers
+from .kernels import FLAGS, Toolkit, readable, run_tool, with_headers
 from .measure import ROOT
 
 FOLDER = ROOT / "build" / "ptx"
@@ -26,3 +32,22 @@ def compiled(toolkit: Toolkit, source: Path) -> Path:
     to.write_text(key + draft.read_text())
     draft.unlink()
     return to
+
+
+def note_ran(functions: list[str]) -> None:
+    with open(FOLDER / "ran", "a") as ran:
+        ran.write("".join(f"{function}\n" for function in functions))
+
+
+def main() -> int:
+    compiled = {name for path in FOLDER.glob("*.ptx") for name in re.findall(r"\.entry (\w+)\(", path.read_text())}
+    ran = {readable(function) for function in (FOLDER / "ran").read_text().split()}
+    never = sorted({readable(function) for function in compiled} - ran)
+    for name, arguments in never:
+        print(f"{name}<{arguments}> has never run")
+    print(f"{len(compiled)} kernels, {len(never)} never ran")
+    return len(never) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
