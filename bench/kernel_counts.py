@@ -1,7 +1,7 @@
 """What each CUDA kernel does, counted instruction by instruction: `python -m bench.kernel_counts` (no GPU).
 
 The tests' interpreter (tests/ptx) runs the PTX that nvcc writes for sm_80, on layers of ResNet-50's and MobileNetV2's
-kind, with a batch of one. It counts, for each kernel:
+kind, with a batch of one unless they say more. It counts, for each kernel:
 
 - products of matrices (mma), and how much of them the layer needs: the rest is zeros beside the image or the channels;
 - other instructions a warp executes for each 16 of them. A 64-bit sum counts as two, a division as the 20 or 70
@@ -234,10 +234,11 @@ def dropout(count: int) -> Any:
 
 
 def conv3(
-    side: int, channels: int, pass_: str = "small", dtype: torch.dtype = HALF, layout: str = "NHWC", **more: Any
-) -> Any:
+    side: int, channels: int, pass_: str = "small", dtype: torch.dtype = HALF, layout: str = "NHWC", images: int = 1,
+    **more: Any,
+) -> Any:  # fmt: skip
     """3x3, padded, as many channels as before."""
-    p = Problem((side, side), (3, 3), channels, channels, padding=((1, 1), (1, 1)))
+    p = Problem((side, side), (3, 3), channels, channels, images=images, padding=((1, 1), (1, 1)))
     return conv(p, pass_, "conv_weight" if pass_ == "weight" else "conv_tiles", dtype, layout, **more)
 
 
@@ -251,6 +252,9 @@ LAYERS: dict[str, Callable[[], tuple[Call, int]]] = {
     "1x1, 256 to 64, 28x28": conv(Problem((28, 28), (1, 1), 256, 64), "small", "conv_tiles"),
     "3x3, 128 to 128, 14x14": conv3(14, 128),
     "3x3, 128 to 128, 7x7": conv3(7, 128),
+    "3x3, 128 to 128, 14x14, 8 images": conv3(14, 128, images=8),
+    "3x3, 128 to 128, 7x7, 8 images": conv3(7, 128, images=8),
+    "3x3, 64 to 64, 7x7, 16 images, NCHW": conv3(7, 64, layout="NCHW", images=16),
     "3x3, 64 to 64, 28x28, float32 by one product": conv3(28, 64, dtype=FLOAT),
     "3x3, 64 to 64, 28x28, float32 strictly": conv3(28, 64, dtype=FLOAT, strict=True),
     "gradient of the input, 3x3, 64, 28x28": conv3(28, 64, "big"),

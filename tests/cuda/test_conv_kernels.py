@@ -5,6 +5,7 @@ cores, those of first layers, and the depthwise ones. Those of the weight are in
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,54 @@ def test_several_chunks_tiles_and_outputs(layout, dtype, strict):
     check_all("conv_tiles", cases)
 
 
+SMALL_IMAGES = [
+    Problem((7, 7), (3, 3), 24, 16, images=8, padding=((1, 1), (1, 1))),
+    Problem((9, 9), (3, 3), 8, 72, 2, images=5, padding=((1, 1), (2, 0)), mode="reflect"),
+    Problem((5, 8), (2, 3), 40, 8, images=8, dilation=(2, 1), padding=((1, 2), (1, 1)), mode="circular"),
+    Problem((9, 3), (5, 1), 8, 8, images=5, stride=(3, 1), padding=((2, 2), (0, 0)), mode="replicate"),
+    Problem((6, 8), (1, 1), 32, 8, images=3),
+    Problem((8, 9), (1, 1), 8, 8, images=5, stride=(2, 2)),
+    Problem((9, 9), (2, 2), 8, 8, images=8, stride=(3, 2)),  # images share no rows
+    Problem((1, 16), (1, 3), 16, 8, images=8, padding=((0, 0), (1, 1))),  # one row an image
+    Problem((21,), (3,), 16, 24, images=70, padding=((1, 1),)),
+    Problem((3, 4, 5), (2, 3, 2), 8, 8, images=8, padding=((1, 0), (1, 1), (0, 1))),
+]
+
+
+@TILES
+@LAYOUTS
+@pytest.mark.parametrize("pass_", ["small", "big"])
+def test_tiles_over_small_images(pass_, layout, dtype, strict):
+    """With a mask of the source, with every part of an epilogue."""
+    torch.manual_seed(11)
+    cases = []
+    for p in SMALL_IMAGES:
+        if pass_ == "big":
+            p = replace(p, mode="zeros")
+        keep = conv_kernels.filled(p.big_shape if pass_ == "small" else p.small_shape, FLOAT, layout) > 0
+        parts = conv_kernels.epilogue(p.shape(pass_), dtype, layout, conv_kernels.writes_bits(p, pass_, layout))
+        cases.append(case(p, pass_, dtype, layout, strict=strict, keep=keep, **parts))
+    check_all("conv_tiles", cases)
+
+
+@TILES
+@LAYOUTS
+def test_images_together_as_alone(layout, dtype, strict):
+    """The same bits whatever images a batch has, and whatever part of the outputs is computed."""
+    torch.manual_seed(12)
+    for p in SMALL_IMAGES[:3]:
+        together = case(p, "small", dtype, layout, strict=strict)
+        alone = case(replace(p, images=1), "small", dtype, layout, strict=strict)
+        alone.big.copy_(together.big[-1:])
+        alone.weight.copy_(together.weight)
+        found = kernels.run([c.call("conv_tiles") for c in (together, alone)])
+        of_all, of_one = (c.result(r) for c, r in zip((together, alone), found, strict=True))
+        assert torch.equal(of_all[-1:], of_one)
+    height, width = SMALL_IMAGES[0].shape("small")[2:]
+    whole = case(SMALL_IMAGES[0], "small", dtype, layout, strict=strict)
+    check_parts("conv_tiles", whole, [((0, 3), (0, width)), ((3, 4), (2, 5)), ((4, height), (1, width))])
+
+
 @TILES
 @pytest.mark.parametrize("shared", [99, 163])
 def test_bits_in_words(shared, dtype, strict):
@@ -163,7 +212,8 @@ def test_bits_in_words(shared, dtype, strict):
     cases = []
     for p in [
         Problem((16, 17), (3, 3), 64, 8, padding=((1, 1), (1, 1))),
-        Problem((5, 12), (1, 1), 96, 72, images=2),
+        Problem((5, 12), (1, 1), 96, 72, images=5),
+        Problem((7, 7), (3, 3), 64, 8, images=8, padding=((1, 1), (1, 1))),
         Problem((4, 9), (3, 2), 32, 8, groups=2, padding=((2, 1), (0, 1)), mode="circular"),
         Problem((3, 4, 5), (2, 2, 2), 64, 8, padding=((1, 0), (0, 1), (1, 1))),
     ]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -101,7 +102,7 @@ def with_kernel(source: str, text: str, folder: Path) -> Path:
     replaced = build / words[words.index("-o") + 1]
     words[words.index("-o") + 1], words[words.index(entry["file"])] = str(compiled), str(mine)
     objects = [str(path) for path in build.rglob("*.o") if path != replaced]
-    objects = [path for path in objects if "kernels_seen.dir" in path or "host_races.dir" in path]
+    objects = [path for path in objects if re.search(r"/(kernels_seen|host_races|ptx)\.dir/", path)]
     found = folder / "host_races"
     for command in (words, ["c++", *objects, str(compiled), "-o", str(found)]):
         done = subprocess.run(command, capture_output=True, text=True, cwd=entry["directory"])

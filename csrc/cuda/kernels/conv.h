@@ -85,13 +85,19 @@ struct ConvTilePlan {
   int columns = 0;
   int row_step = 1;    // source rows between rows of the halo tile
   int row_pitch = 1;   // rows of the halo tile between rows of outputs
-  int buffers = 0;     // halo tiles in shared memory; 0: no tile fits
-  bool table = false;  // a number for each place of a halo tile has room there; a tile is gathered without
-  bool words = false;  // so has a word of bits for each
-  int shared_bytes = 0;
+  int image_rows = 0;  // rows of the halo tile for a whole image, if rows of outputs are numbered over images
+  int tile_images = 1;  // images that a tile meets at most
+  int buffers = 0;      // halo tiles in shared memory; 0: no tile fits
+  bool table = false;   // a number for each place of a halo tile has room there; a tile is gathered without
+  bool words = false;   // so has a word of bits for each
+  int shared_bytes = 0, shared_limit = 0;
 };
 ConvTilePlan plan_conv_tiles(Type type, bool strict, const ConvLine (&lines)[3], int outputs,
                              int shared_limit);
+
+// The plan for the images and the lines of a call, which may be cut: where that takes less work, tiles lie
+// over several images. Sums are in the same order.
+ConvTilePlan plan_over_images(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call);
 
 bool conv_tiles_grid_fits(Type type, bool strict, const ConvCall& call);
 

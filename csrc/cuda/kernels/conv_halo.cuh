@@ -38,14 +38,6 @@ PATCHCONV_DEVICE int source_of(PaddingMode mode, const ConvLine& line, int coord
   return coordinate > last_of(line) ? -1 : source_index(mode, coordinate, static_cast<int>(line.source));
 }
 
-// Offset of a position's channel `channel`, counted from the halo's base; negative for zeros.
-PATCHCONV_DEVICE int64_t halo_offset(const ConvCall& call, const Halo& halo, int y, int x, int channel) {
-  const int iy = source_of(call.mode, call.lines[1], halo.row + y);
-  const int ix = source_of(call.mode, call.lines[2], halo.column + x);
-  if (iy < 0 || ix < 0 || channel >= halo.channels) return -1;
-  return halo.base + iy * call.source.place[1] + ix * call.source.place[2] + channel * call.source.channel;
-}
-
 // Loads a piece element by element, with zeros for elements whose bit is 0.
 template <typename T>
 PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, int64_t offset, int channels) {

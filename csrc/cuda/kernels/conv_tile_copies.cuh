@@ -19,20 +19,18 @@ PATCHCONV_DEVICE int first_entry(const Tiling& tiling) {
 template <typename T, typename Shape>
 PATCHCONV_DEVICE void write_table(const ConvCall& call, const Tiling& tiling, const Work& work,
                                   int tap_group) {
-  const auto row = static_cast<int>(call.lines[1].coordinate(work.row, tap_group * tiling.plan.tap_rows));
-  const auto column = static_cast<int>(call.lines[2].coordinate(work.column, 0));
+  Part part;
+  part.tap_group = tap_group;
+  const Halo halo = halo_of<T>(call, tiling, work, part);
   int* const entries = reinterpret_cast<int*>(shared_memory<char>() + first_entry(tiling));
   warp_barrier();  // all of the last one has been read
   for (int round = 0; round < tiling.rounds; ++round) {
     const int place = thread_index() / kChunkPieces + round * Shape::kRoundPlaces;
-    const auto y = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
-    const int x = place - y * tiling.plan.columns;
-    const int iy = source_of(call.mode, call.lines[1], row + y * tiling.plan.row_step);
-    const int ix = source_of(call.mode, call.lines[2], column + x);
-    const int64_t offset = iy * call.source.place[1] + ix * call.source.place[2];
-    const bool there = y < tiling.plan.rows && iy >= 0 && ix >= 0;
+    const Spot spot = spot_of(call, tiling, work, halo, place);
+    const int entry =
+        spot.image * tiling.image_entry + spot.y * tiling.row_entry + spot.x * tiling.column_entry;
     if (thread_index() % kChunkPieces == 0) {
-      entries[round * Shape::kRoundPlaces] = there ? static_cast<int>(offset / kPieceOf<T>) : -1;
+      entries[round * Shape::kRoundPlaces] = spot.y >= 0 && spot.x >= 0 ? entry : -1;
     }
   }
   warp_barrier();
@@ -47,15 +45,14 @@ PATCHCONV_DEVICE void round_piece(Vec<T, kPieceOf<T>>& piece) {
 // Loads a round of a halo tile, element by element. Neighbouring threads take neighbouring places, not
 // pieces: such sources are contiguous along places.
 template <typename T, bool kRound, typename Shape>
-PATCHCONV_DEVICE void gather_round(const ConvCall& call, const Tiling& tiling, const Halo& halo, char* tile,
-                                   int round) {
+PATCHCONV_DEVICE void gather_round(const ConvCall& call, const Tiling& tiling, const Work& work,
+                                   const Halo& halo, char* tile, int round) {
   const int places = tiling.plan.rows * tiling.plan.columns;
   const int number = thread_index() + round * Shape::kThreads;
   if (number >= places * kChunkPieces) return;
   const int piece = number / places, place = number - piece * places;
-  const auto y = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
-  const int x = place - y * tiling.plan.columns;
-  const int64_t offset = halo_offset(call, halo, y * tiling.plan.row_step, x, piece * kPieceOf<T>);
+  const int64_t offset =
+      spot_offset(call, halo, spot_of(call, tiling, work, halo, place), piece * kPieceOf<T>);
   auto values = gathered_piece<T>(call.source, offset, halo.channels - piece * kPieceOf<T>);
   if constexpr (kRound) round_piece<T>(values);
   store_whole(tile + piece_at(place, piece), values);
@@ -68,10 +65,8 @@ PATCHCONV_DEVICE void mask_tile(const ConvCall& call, const Tiling& tiling, cons
   const Halo halo = halo_of<T>(call, tiling, work, part);
   for (int number = thread_index(); number < tiling.rounds * Shape::kThreads; number += Shape::kThreads) {
     const int place = number / kChunkPieces, piece = number % kChunkPieces;
-    const auto y = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
-    if (y >= tiling.plan.rows) return;
-    const int x = place - y * tiling.plan.columns;
-    const int64_t offset = halo_offset(call, halo, y * tiling.plan.row_step, x, piece * kPieceOf<T>);
+    const Spot spot = spot_of(call, tiling, work, halo, place);
+    const int64_t offset = spot_offset(call, halo, spot, piece * kPieceOf<T>);
     if (offset >= 0) mask_piece<T>(tile + piece_at(place, piece), call.source.bits, offset);
   }
 }
@@ -142,7 +137,7 @@ struct SourceCopies {
     if constexpr (kGather) {
       const Halo halo = halo_of<T>(call, tiling, work, part);
       for (int i = 0; i < kRounds; ++i) {
-        gather_round<T, kRound, Shape>(call, tiling, halo, shared + to, round + i);
+        gather_round<T, kRound, Shape>(call, tiling, work, halo, shared + to, round + i);
       }
       round += kRounds;
     } else {
@@ -168,8 +163,8 @@ struct SourceCopies {
     const int* const entries = reinterpret_cast<const int*>(shared + tiling.table);
     for (int round = piece; round < tiling.rounds; round += kChunkPieces) {
       const int place = mine + round * Shape::kRoundPlaces, entry = entries[place];
-      copy_word_async_where(words + place * kWordBytes, bits + int64_t{entry} * kPieceOf<T> / 8,
-                            entry >= 0 && there);
+      const int64_t offset = entry < 0 ? 0 : int64_t{entry} * kPieceOf<T> / 8;
+      copy_word_async_where(words + place * kWordBytes, bits + offset, entry >= 0 && there);
     }
   }
 

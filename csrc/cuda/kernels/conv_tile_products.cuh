@@ -29,7 +29,7 @@ struct Matrices {
 // For each of a warp's matrices of places, where the row that this lane gives begins in a halo tile, at the
 // first tap.
 template <typename Shape>
-PATCHCONV_DEVICE void rows_of_places(const ConvCall& call, const Tiling& tiling, int first,
+PATCHCONV_DEVICE void rows_of_places(const ConvCall& call, const Tiling& tiling, const Work& work, int first,
                                      int (&rows)[Shape::kMatrices]) {
   const int lane = lane_index();
 #pragma unroll
@@ -39,8 +39,10 @@ PATCHCONV_DEVICE void rows_of_places(const ConvCall& call, const Tiling& tiling,
     // Beyond the last row and column nothing is stored, whatever is read.
     if (y >= tiling.plan.high) y = tiling.plan.high - 1;
     if (x >= tiling.plan.broad) x = tiling.plan.broad - 1;
-    const int in_tile =
-        y * tiling.plan.row_pitch * tiling.plan.columns + x * static_cast<int>(call.lines[2].step);
+    const int image = quotient(work.first + y, tiling.per_image);
+    y += work.first - image * static_cast<int>(call.lines[1].count);
+    const int row = image * tiling.plan.image_rows + (y - work.first) * tiling.plan.row_pitch;
+    const int in_tile = row * tiling.plan.columns + x * static_cast<int>(call.lines[2].step);
     rows[m] = kept(in_tile * kChunkBytes + lane / 16 * 16);
   }
 }

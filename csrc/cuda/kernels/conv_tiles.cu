@@ -1,5 +1,6 @@
 // Convolutions by tensor cores over halo tiles. A block computes 256 positions of the result for 64 or 128
-// outputs. For every chunk of 64 bytes of channels it holds the part of the source that those positions need,
+// outputs, in up to 32 rows of a power of two columns; where images are small, rows go on in the next image.
+// For every chunk of 64 bytes of channels it holds the part of the source that those positions need,
 // with its halo, in shared memory and uses it for all taps: a tap is a shift of the rows that matrices are
 // loaded from. Weights come tap by tap through a ring of stages, copied while earlier taps are computed.
 // Sources whose channels are not contiguous are transposed on their way into shared memory. Nothing is
@@ -129,7 +130,7 @@ PATCHCONV_DEVICE void sum_up(const ConvCall& call, const Tiling& tiling, const W
   const int warp = thread_index() / kWarp;
   const int down = warp % (kPlaces / Shape::kWarpPlaces), across = warp / (kPlaces / Shape::kWarpPlaces);
   int rows[Shape::kMatrices];
-  rows_of_places<Shape>(call, tiling, down * Shape::kWarpPlaces, rows);
+  rows_of_places<Shape>(call, tiling, work, down * Shape::kWarpPlaces, rows);
   const int row = row_of_weights(across * kStageOutputs);
 
   Loop<T, kStrict, kGather, Shape> loop{call, tiling, work};
@@ -212,10 +213,11 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall ca
 
 // Whether pieces of the source can be copied as they are, and places of a slice counted in pieces.
 template <typename T>
-bool copies_pieces(const ConvCall& call) {
+bool copies_pieces(const ConvCall& call, int tile_images) {
   const ConvTensor& source = call.source;
   const ConvLine &y = call.lines[1], &x = call.lines[2];
-  const int64_t last = (y.source - 1) * source.place[1] + (x.source - 1) * source.place[2];
+  const int64_t last =
+      (tile_images - 1) * source.image + (y.source - 1) * source.place[1] + (x.source - 1) * source.place[2];
   return source.channel == 1 && aligned_to_pieces(source.data) && source.image % kPieceOf<T> == 0 &&
          source.place[0] % kPieceOf<T> == 0 && source.place[1] % kPieceOf<T> == 0 &&
          source.place[2] % kPieceOf<T> == 0 && call.sources % kPieceOf<T> == 0 &&
@@ -236,7 +238,10 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
   const int64_t columns = int64_t{1} << plan.columns_log2, bytes = sizeof(T);
   Tiling tiling;
   tiling.plan = plan;
-  tiling.down = round_up(y.count, kPlaces / columns);
+  const bool over_images = plan.image_rows > 0;
+  tiling.down = round_up(over_images ? call.images * y.count : y.count, kPlaces / columns);
+  tiling.per_image = over_images ? inverse_of(y.count) : 0;
+  tiling.per_halo = over_images ? inverse_of(plan.image_rows) : 0;
   tiling.across = round_up(x.count, columns);
   tiling.per_column = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(plan.columns) + 1);
   tiling.tap_groups = static_cast<int>(round_up(y.taps, plan.tap_rows));
@@ -249,6 +254,10 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
   tiling.weights = plan.buffers * tiling.halo_bytes;
   tiling.words = tiling.weights + kStages * Shape::kStageOfWeights;
   tiling.table = tiling.words + (plan.words ? plan.buffers * places * kWordBytes : 0);
+  const auto entry = [](int64_t stride) { return static_cast<int>(stride / kPieceOf<T>); };
+  tiling.image_entry = entry(call.source.image);
+  tiling.row_entry = entry(call.source.place[1]);
+  tiling.column_entry = entry(call.source.place[2]);
   tiling.bits_in_words = plan.words && call.source.bits != nullptr && has_words(call);
   tiling.rounds = places / Shape::kRoundPlaces;
   // The last tap of a tile is too late for copies of the next one, unless it is the only tap.
@@ -266,19 +275,21 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
 
 template <typename T, bool kStrict, typename Shape>
 void start(const ConvTilePlan& plan, const ConvCall& call, Stream stream) {
+  const int64_t image_tiles = plan.image_rows > 0 ? 1 : call.images;
   const Tiling tiling = tiling_of<T, Shape>(plan, call);
-  const Grid grid{call.images * call.lines[0].count * tiling.down * tiling.across,
+  const Grid grid{image_tiles * call.lines[0].count * tiling.down * tiling.across,
                   call.groups * tiling.output_tiles};
-  launch(plan.table && copies_pieces<T>(call) ? conv_tiles_kernel<T, kStrict, false, Shape>
-                                              : conv_tiles_kernel<T, kStrict, true, Shape>,
+  launch(plan.table && copies_pieces<T>(call, plan.tile_images) ? conv_tiles_kernel<T, kStrict, false, Shape>
+                                                                : conv_tiles_kernel<T, kStrict, true, Shape>,
          grid, Shape::kThreads, plan.shared_bytes, stream, call, tiling);
 }
 
 }  // namespace
 
-void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& plan, const ConvCall& call,
+void launch_conv_tiles(Type type, bool strict, const ConvTilePlan& whole, const ConvCall& call,
                        Stream stream) {
-  if (plan.buffers == 0) throw LaunchError("a convolution whose tile does not fit into shared memory");
+  if (whole.buffers == 0) throw LaunchError("a convolution whose tile does not fit into shared memory");
+  const ConvTilePlan plan = plan_over_images(type, strict, whole, call);
   if (type == Type::kFloat && strict) return start<float, true, Strict>(plan, call, stream);
   with_type(type, [&](auto t) {
     using T = decltype(t);

@@ -52,15 +52,18 @@ inline int fewest_taps(const ConvTilePlan& plan, const ConvLine& y, const ConvLi
 // What is known of a launch before it starts. Distances are in bytes.
 struct Tiling {
   ConvTilePlan plan;
-  int64_t down, across;  // tiles
-  uint32_t per_column;   // 2^32 / plan.columns, rounded up
-  int tap_groups;        // groups of rows of taps
-  int chunks;            // of channels
-  int output_tiles;      // of a group
-  int steps;             // of the sum: a tap of a chunk each
+  int64_t down, across;          // tiles
+  uint32_t per_column;           // 2^32 / plan.columns, rounded up
+  uint32_t per_image, per_halo;  // see quotient(): rows of an image, of outputs and of the halo tile
+  int tap_groups;                // groups of rows of taps
+  int chunks;                    // of channels
+  int output_tiles;              // of a group
+  int steps;                     // of the sum: a tap of a chunk each
   // In shared memory: halo tiles, from `weights` on weights, from `words` on a word of bits for each place of
   // a tile, and from `table` on a number for each place.
   int halo_bytes, weights, words, table;
+  // What the table counts from an image, row or column of the source to the next one.
+  int image_entry, row_entry, column_entry;
   bool bits_in_words;        // the source has bits, and those of a place's chunk lie in one word
   int rounds;                // of copies that fill a halo tile
   int share;                 // of them per step: fills the next tile in time
@@ -91,13 +94,23 @@ PATCHCONV_DEVICE bool next_part(const Tiling& tiling, Part& part) {
   return false;
 }
 
-// What a block computes: a tile of one image and slice, and some outputs of one group.
+// What a block computes: a tile of one slice, and some outputs of one group. The tile is of one image, or of
+// several ones whose rows are numbered one after the other.
 struct Work {
-  int64_t image;
+  int64_t image;  // the first one
+  int images;     // from there on, if not very many
   int64_t slice;
-  int row, column;    // the tile's first place, among the outputs of the lines
+  int row,
+      column;  // where the tile begins, among the outputs of the lines; row 0 if it is of several images,
+  int first;   // and this is its first row from there on
   int group, output;  // the first output in its group
 };
+
+// n / d for a divisor that the launch knows, 0 if that gives 0 as the inverse. For n * d < 2^31.
+inline uint32_t inverse_of(int64_t d) { return static_cast<uint32_t>((int64_t{1} << 31) / d + 1); }
+PATCHCONV_DEVICE int quotient(int n, uint32_t inverse) {
+  return static_cast<int>(multiply_high(static_cast<uint32_t>(n) << 1, inverse));
+}
 
 template <typename Shape>
 PATCHCONV_DEVICE Work work_of(const ConvCall& call, const Tiling& tiling) {
@@ -106,10 +119,20 @@ PATCHCONV_DEVICE Work work_of(const ConvCall& call, const Tiling& tiling) {
   const int columns = 1 << tiling.plan.columns_log2;
   work.column = static_cast<int>(rest % tiling.across) * columns;
   rest /= tiling.across;
-  work.row = static_cast<int>(rest % tiling.down) * (kPlaces / columns);
+  const int64_t row = rest % tiling.down * (kPlaces / columns);
   rest /= tiling.down;
   work.slice = rest % call.lines[0].count;
-  work.image = rest / call.lines[0].count;
+  if (tiling.plan.image_rows > 0) {
+    work.image = row / call.lines[1].count;
+    work.row = 0;
+    work.first = static_cast<int>(row % call.lines[1].count);
+  } else {
+    work.image = rest / call.lines[0].count;
+    work.row = static_cast<int>(row);
+    work.first = 0;
+  }
+  const int64_t images = call.images - work.image;
+  work.images = static_cast<int>(images < kPlaces ? images : kPlaces);
   work.group = block_y() / tiling.output_tiles;
   work.output = (block_y() - work.group * tiling.output_tiles) * Shape::kOutputs;
   return work;
@@ -131,12 +154,40 @@ PATCHCONV_DEVICE Halo halo_of(const ConvCall& call, const Tiling& tiling, const 
   return halo;
 }
 
+// Where a place of a halo tile lies: in which image from the tile's first one on, and where there in the
+// source. Negative coordinates for zeros.
+struct Spot {
+  int image, y, x;
+};
+
+PATCHCONV_DEVICE Spot spot_of(const ConvCall& call, const Tiling& tiling, const Work& work, const Halo& halo,
+                              int place) {
+  const auto row = static_cast<int>(multiply_high(static_cast<uint32_t>(place), tiling.per_column));
+  const int x = halo.column + place - row * tiling.plan.columns;
+  const int from_first = work.first * tiling.plan.row_pitch + row;
+  Spot spot;
+  spot.image = quotient(from_first, tiling.per_halo);
+  const int y = halo.row + (from_first - spot.image * tiling.plan.image_rows) * tiling.plan.row_step;
+  const bool there = row < tiling.plan.rows && spot.image < work.images;
+  spot.y = there ? source_of(call.mode, call.lines[1], y) : -1;
+  spot.x = source_of(call.mode, call.lines[2], x);
+  return spot;
+}
+
+// Offset of a channel there, counted from the halo's base; negative for zeros.
+PATCHCONV_DEVICE int64_t spot_offset(const ConvCall& call, const Halo& halo, const Spot& spot, int channel) {
+  if (spot.y < 0 || spot.x < 0 || channel >= halo.channels) return -1;
+  return halo.base + spot.image * call.source.image + spot.y * call.source.place[1] +
+         spot.x * call.source.place[2] + channel * call.source.channel;
+}
+
 // Offset of a tile's position in the result; negative if it lies outside.
 PATCHCONV_DEVICE int64_t target_of(const ConvCall& call, const Tiling& tiling, const Work& work, int place) {
-  const int64_t y = work.row + (place >> tiling.plan.columns_log2);
-  const int64_t x = work.column + (place & ((1 << tiling.plan.columns_log2) - 1));
-  if (y >= call.lines[1].count || x >= call.lines[2].count) return -1;
-  return work.image * call.target.image + call.lines[0].target(work.slice) * call.target.place[0] +
+  const int row = work.first + (place >> tiling.plan.columns_log2), image = quotient(row, tiling.per_image);
+  const int y = work.row + row - image * static_cast<int>(call.lines[1].count);
+  const int x = work.column + (place & ((1 << tiling.plan.columns_log2) - 1));
+  if (y >= call.lines[1].count || x >= call.lines[2].count || image >= work.images) return -1;
+  return (work.image + image) * call.target.image + call.lines[0].target(work.slice) * call.target.place[0] +
          call.lines[1].target(y) * call.target.place[1] + call.lines[2].target(x) * call.target.place[2];
 }
 
