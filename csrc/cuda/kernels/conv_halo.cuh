@@ -38,15 +38,22 @@ PATCHCONV_DEVICE int source_of(PaddingMode mode, const ConvLine& line, int coord
   return coordinate > last_of(line) ? -1 : source_index(mode, coordinate, static_cast<int>(line.source));
 }
 
-// Loads a piece element by element, with zeros for elements whose bit is 0.
+// Loads a piece element by element, with zeros where `channels` end and for elements whose bit is 0.
 template <typename T>
 PATCHCONV_DEVICE Vec<T, kPieceOf<T>> gathered_piece(const ConvTensor& source, int64_t offset, int channels) {
   Vec<T, kPieceOf<T>> piece;
+  const int64_t stride = source.channel * int{sizeof(T)};
+  const char* from = static_cast<const char*>(source.data) + offset * int{sizeof(T)};
+  if (channels >= kPieceOf<T> && source.bits == nullptr) {
 #pragma unroll
-  for (int i = 0; i < kPieceOf<T>; ++i) {
-    const int64_t at = offset + i * source.channel;
-    const bool there = offset >= 0 && i < channels && (source.bits == nullptr || bit_at(source.bits, at));
-    piece.at[i] = there ? static_cast<const T*>(source.data)[at] : from_float<T>(0);
+    for (int i = 0; i < kPieceOf<T>; ++i, from += stride) piece.at[i] = *reinterpret_cast<const T*>(from);
+    return piece;
+  }
+#pragma unroll
+  for (int i = 0; i < kPieceOf<T>; ++i, from += stride) {
+    const bool there =
+        i < channels && (source.bits == nullptr || bit_at(source.bits, offset + i * source.channel));
+    piece.at[i] = there ? *reinterpret_cast<const T*>(from) : from_float<T>(0);
   }
   return piece;
 }

@@ -42,20 +42,19 @@ PATCHCONV_DEVICE void round_piece(Vec<T, kPieceOf<T>>& piece) {
   for (int i = 0; i < kPieceOf<T>; ++i) piece.at[i] = bits_float(to_tf32(piece.at[i]));
 }
 
-// Loads a round of a halo tile, element by element. Neighbouring threads take neighbouring places, not
-// pieces: such sources are contiguous along places.
-template <typename T, bool kRound, typename Shape>
-PATCHCONV_DEVICE void gather_round(const ConvCall& call, const Tiling& tiling, const Work& work,
-                                   const Halo& halo, char* tile, int round) {
+// The same for tiles that are gathered: each thread writes the numbers of the places whose pieces it gathers,
+// in elements.
+template <typename T, typename Shape>
+PATCHCONV_DEVICE void write_own_table(const ConvCall& call, const Tiling& tiling, const Work& work,
+                                      const Halo& halo) {
+  int* const entries = reinterpret_cast<int*>(shared_memory<char>() + tiling.table);
   const int places = tiling.plan.rows * tiling.plan.columns;
-  const int number = thread_index() + round * Shape::kThreads;
-  if (number >= places * kChunkPieces) return;
-  const int piece = number / places, place = number - piece * places;
-  const int64_t offset =
-      spot_offset(call, halo, spot_of(call, tiling, work, halo, place), piece * kPieceOf<T>);
-  auto values = gathered_piece<T>(call.source, offset, halo.channels - piece * kPieceOf<T>);
-  if constexpr (kRound) round_piece<T>(values);
-  store_whole(tile + piece_at(place, piece), values);
+  for (int place = thread_index(); place < places; place += Shape::kThreads) {
+    const Spot spot = spot_of(call, tiling, work, halo, place);
+    const int entry =
+        spot.image * tiling.image_entry + spot.y * tiling.row_entry + spot.x * tiling.column_entry;
+    entries[place] = spot.y >= 0 && spot.x >= 0 ? entry : -1;
+  }
 }
 
 // Applies the bits to the pieces that this thread has copied, byte by byte.
@@ -83,6 +82,8 @@ struct SourceCopies {
   static constexpr int kRounds = Shape::kUsualRounds;  // at once
 
   Part part;
+  int64_t
+      base;  // of a tile that is gathered: offset of the slice's first place and the chunk's first channel
   const char* from;   // this thread's piece at the slice's first place
   int channels_left;  // from this thread's first one on
   int left;           // rounds that the tile still needs, not counting those that wait for room
@@ -97,13 +98,22 @@ struct SourceCopies {
       from = static_cast<const char*>(call.source.data) + (halo.base + piece * kPieceOf<T>)*int{sizeof(T)};
       channels_left = halo.channels - piece * kPieceOf<T>;
       if (part.chunk == 0) write_table<T, Shape>(call, tiling, work, part.tap_group);
+    } else {
+      const Halo halo = halo_of<T>(call, tiling, work, part);
+      base = halo.base;
+      channels_left = halo.channels;
+      if (tiling.gather_table) write_own_table<T, Shape>(call, tiling, work, halo);
     }
   }
 
   // Goes on to the next part, whose tile begins at `tile`.
   PATCHCONV_DEVICE void next(const ConvCall& call, const Tiling& tiling, const Work& work, int tile) {
     if (next_part(tiling, part)) {
-      from += kChunkBytes;
+      if constexpr (kGather) {
+        base += kChunkOf<T> * call.source.channel;
+      } else {
+        from += kChunkBytes;
+      }
       channels_left -= kChunkOf<T>;
     } else if (part.slice < call.lines[0].taps) {
       begin(call, tiling, work);
@@ -135,10 +145,8 @@ struct SourceCopies {
   PATCHCONV_DEVICE void copy(const ConvCall& call, const Tiling& tiling, const Work& work) {
     char* const shared = shared_memory<char>();
     if constexpr (kGather) {
-      const Halo halo = halo_of<T>(call, tiling, work, part);
-      for (int i = 0; i < kRounds; ++i) {
-        gather_round<T, kRound, Shape>(call, tiling, work, halo, shared + to, round + i);
-      }
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) gather(call, tiling, work, shared + to, round + i);
       round += kRounds;
     } else {
 #pragma unroll
@@ -150,6 +158,28 @@ struct SourceCopies {
       to += kRounds * Shape::kThreads * 16;
     }
     left -= kRounds;
+  }
+
+  // A round of a halo tile, element by element. Each thread takes the pieces of a place one after the other;
+  // neighbouring threads take neighbouring places, since such sources are contiguous along places.
+  PATCHCONV_DEVICE void gather(const ConvCall& call, const Tiling& tiling, const Work& work, char* tile,
+                               int at_round) const {
+    const int piece = at_round % kChunkPieces;
+    const int place = at_round / kChunkPieces * Shape::kThreads + thread_index();
+    if (place >= tiling.plan.rows * tiling.plan.columns) return;
+    int64_t offset;
+    if (tiling.gather_table) {
+      offset = reinterpret_cast<const int*>(shared_memory<char>() + tiling.table)[place];
+    } else {
+      Halo halo = halo_of<T>(call, tiling, work, part);
+      halo.base = 0;
+      offset = spot_offset(call, halo, spot_of(call, tiling, work, halo, place), 0);
+    }
+    const int channels = offset < 0 ? 0 : channels_left - piece * kPieceOf<T>;
+    offset += base + piece * kPieceOf<T> * call.source.channel;
+    auto values = gathered_piece<T>(call.source, offset, channels);
+    if constexpr (kRound) round_piece<T>(values);
+    store_whole(tile + piece_at(place, piece), values);
   }
 
   // The words of bits of a tile. A warp copies those of the places whose pieces it copies.

@@ -200,7 +200,7 @@ PATCHCONV_DEVICE void store(const ConvCall& call, const Tiling& tiling, const Wo
   }
 }
 
-// Budget: 248 registers, 101376 bytes of shared memory, tensor cores.
+// Budget: 232 registers, 101376 bytes of shared memory, tensor cores.
 template <typename T, bool kStrict, bool kGather, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall call, Tiling tiling) {
   const Work work = work_of<Shape>(call, tiling);
@@ -211,17 +211,23 @@ __global__ void __launch_bounds__(Shape::kThreads) conv_tiles_kernel(ConvCall ca
   store<T, Shape>(call, tiling, work, sums);
 }
 
-// Whether pieces of the source can be copied as they are, and places of a slice counted in pieces.
-template <typename T>
-bool copies_pieces(const ConvCall& call, int tile_images) {
+// Of a tile's elements of one channel, where the last one lies from the first one on.
+int64_t last_element(const ConvCall& call, int tile_images) {
   const ConvTensor& source = call.source;
   const ConvLine &y = call.lines[1], &x = call.lines[2];
   const int64_t last =
       (tile_images - 1) * source.image + (y.source - 1) * source.place[1] + (x.source - 1) * source.place[2];
+  return last;
+}
+
+// Whether pieces of the source can be copied as they are, and places of a slice counted in pieces.
+template <typename T>
+bool copies_pieces(const ConvCall& call, int tile_images) {
+  const ConvTensor& source = call.source;
   return source.channel == 1 && aligned_to_pieces(source.data) && source.image % kPieceOf<T> == 0 &&
          source.place[0] % kPieceOf<T> == 0 && source.place[1] % kPieceOf<T> == 0 &&
          source.place[2] % kPieceOf<T> == 0 && call.sources % kPieceOf<T> == 0 &&
-         last / kPieceOf<T> < int64_t{1} << 31;
+         last_element(call, tile_images) / kPieceOf<T> < int64_t{1} << 31;
 }
 
 // Whether the bits of 32 channels, from a multiple of 32 on, lie in one word.
@@ -233,7 +239,7 @@ bool has_words(const ConvCall& call) {
 }
 
 template <typename T, typename Shape>
-Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
+Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call, bool gather) {
   const ConvLine &z = call.lines[0], &y = call.lines[1], &x = call.lines[2];
   const int64_t columns = int64_t{1} << plan.columns_log2, bytes = sizeof(T);
   Tiling tiling;
@@ -254,12 +260,15 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
   tiling.weights = plan.buffers * tiling.halo_bytes;
   tiling.words = tiling.weights + kStages * Shape::kStageOfWeights;
   tiling.table = tiling.words + (plan.words ? plan.buffers * places * kWordBytes : 0);
-  const auto entry = [](int64_t stride) { return static_cast<int>(stride / kPieceOf<T>); };
+  tiling.gather_table = gather && plan.table && last_element(call, plan.tile_images) < int64_t{1} << 31;
+  const auto entry = [&](int64_t stride) { return static_cast<int>(gather ? stride : stride / kPieceOf<T>); };
   tiling.image_entry = entry(call.source.image);
   tiling.row_entry = entry(call.source.place[1]);
   tiling.column_entry = entry(call.source.place[2]);
   tiling.bits_in_words = plan.words && call.source.bits != nullptr && has_words(call);
-  tiling.rounds = places / Shape::kRoundPlaces;
+  tiling.rounds = gather
+                      ? static_cast<int>(round_up(plan.rows * plan.columns, Shape::kThreads)) * kChunkPieces
+                      : places / Shape::kRoundPlaces;
   // The last tap of a tile is too late for copies of the next one, unless it is the only tap.
   const int fewest = fewest_taps(plan, y, x);
   tiling.share = static_cast<int>(round_up(tiling.rounds, std::max(fewest - 1, 1)));
@@ -276,11 +285,11 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call) {
 template <typename T, bool kStrict, typename Shape>
 void start(const ConvTilePlan& plan, const ConvCall& call, Stream stream) {
   const int64_t image_tiles = plan.image_rows > 0 ? 1 : call.images;
-  const Tiling tiling = tiling_of<T, Shape>(plan, call);
+  const bool gather = !plan.table || !copies_pieces<T>(call, plan.tile_images);
+  const Tiling tiling = tiling_of<T, Shape>(plan, call, gather);
   const Grid grid{image_tiles * call.lines[0].count * tiling.down * tiling.across,
                   call.groups * tiling.output_tiles};
-  launch(plan.table && copies_pieces<T>(call, plan.tile_images) ? conv_tiles_kernel<T, kStrict, false, Shape>
-                                                                : conv_tiles_kernel<T, kStrict, true, Shape>,
+  launch(gather ? conv_tiles_kernel<T, kStrict, true, Shape> : conv_tiles_kernel<T, kStrict, false, Shape>,
          grid, Shape::kThreads, plan.shared_bytes, stream, call, tiling);
 }
 

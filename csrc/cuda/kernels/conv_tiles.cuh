@@ -62,8 +62,10 @@ struct Tiling {
   // In shared memory: halo tiles, from `weights` on weights, from `words` on a word of bits for each place of
   // a tile, and from `table` on a number for each place.
   int halo_bytes, weights, words, table;
-  // What the table counts from an image, row or column of the source to the next one.
+  // What the table counts, in pieces or, if a tile is gathered, in elements, from an image, row or column of
+  // the source to the next one.
   int image_entry, row_entry, column_entry;
+  bool gather_table;         // a tile that is gathered has a table
   bool bits_in_words;        // the source has bits, and those of a place's chunk lie in one word
   int rounds;                // of copies that fill a halo tile
   int share;                 // of them per step: fills the next tile in time
