@@ -92,7 +92,7 @@ class Counts:
 WEIGHTS = (
     (r"mov\.b32 \{|mov\.b32\s+%r\d+, \{", 1),
     (r"mov|cvta|ld\.param|cvt\.(s64|u64)\.(s32|u32)|cvt\.u32\.u64|and\.pred|not\.pred|or\.pred", 0),
-    (r"div\.s64|rem\.[su]64", 70), (r"div\.[su]32|rem\.[su]32", 20), (r"div\.rn|rcp|sqrt", 8), (r"ex2", 2),
+    (r"(div|rem)\.[su]64", 70), (r"div\.[su]32|rem\.[su]32", 20), (r"div\.rn|rcp|sqrt", 8), (r"ex2", 2),
     (r"m(ul|ad)\.lo\.s64", 4),
     (r"(add|sub|shl|shr|selp|and|or|xor|min|max|neg|not)\.?[a-z]*64|setp\.\w+\.[su]64", 2),
 )  # fmt: skip

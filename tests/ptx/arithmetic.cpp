@@ -135,6 +135,13 @@ void add_bits(Operations& o, const std::string& type) {
   }
 }
 
+// Of zeros, the one with a sign; of a number and NaN, the number.
+template <typename T>
+T smaller(T a, T b) {
+  if (a == b) return std::signbit(a) ? a : b;
+  return std::fmin(a, b);
+}
+
 template <typename T>
 void add_floats(Operations& o, const std::string& type) {
   const std::string end = "." + type;
@@ -152,9 +159,9 @@ void add_floats(Operations& o, const std::string& type) {
   unary<T, [](T a) { return std::sqrt(a); }>(o, "sqrt.rn" + end);
   unary<T, [](T a) { return -a; }>(o, "neg" + end);
   unary<T, [](T a) { return std::fabs(a); }>(o, "abs" + end);
-  binary<T, [](T a, T b) { return std::fmin(a, b); }>(o, "min" + end);
-  binary<T, [](T a, T b) { return std::fmax(a, b); }>(o, "max" + end);
-  binary<T, [](T a, T b) { return a != a ? a : b != b ? b : std::fmax(a, b); }>(o, "max.NaN" + end);
+  binary<T, [](T a, T b) { return smaller(a, b); }>(o, "min" + end);
+  binary<T, [](T a, T b) { return -smaller(-a, -b); }>(o, "max" + end);
+  binary<T, [](T a, T b) { return a != a ? a : b != b ? b : -smaller(-a, -b); }>(o, "max.NaN" + end);
   add_comparisons<T>(o, type);
 }
 

@@ -30,7 +30,7 @@ uint16_t to_bfloat16(float x) {
 // To nearest, ties away from zero.
 uint32_t to_tf32(float x) {
   const auto bits = std::bit_cast<uint32_t>(x);
-  return x - x != 0 ? bits : (bits + 0x1000U) & 0xffffe000U;
+  return x != x ? 0x7fffffff : x - x != 0 ? bits : (bits + 0x1000U) & 0xffffe000U;
 }
 float saturated(float x) { return x > 0 ? std::fmin(x, 1.0F) : 0.0F; }
 

@@ -126,6 +126,7 @@ bool Warp::run() {
       lanes &= chosen;
     }
     const bool together = instruction.flow == Flow::kTogether || instruction.flow == Flow::kBarrier;
+    if (together && lanes != group.lanes) throw Fault("some lanes skip: " + std::string(instruction.text));
     if (together && lanes != present_) {
       group.waits = true;
       if (groups_.size() == 1) pick();  // nobody else can come

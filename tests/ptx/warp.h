@@ -104,7 +104,7 @@ uint64_t to_bits(T value) {
   if constexpr (std::is_same_v<T, bool>) {
     return value ? 1 : 0;
   } else if constexpr (std::is_same_v<T, float>) {
-    return std::bit_cast<uint32_t>(value);
+    return value != value ? 0x7fffffff : std::bit_cast<uint32_t>(value);  // the NaN that a GPU makes
   } else if constexpr (std::is_same_v<T, double>) {
     return std::bit_cast<uint64_t>(value);
   } else {

@@ -275,7 +275,10 @@ Tiling tiling_of(const ConvTilePlan& plan, const ConvCall& call, bool gather) {
   tiling.late = plan.buffers == 1 || (plan.buffers == 2 && fewest <= 1);
 
   tiling.tap_across = static_cast<int>(x.distance) * kChunkBytes;
-  tiling.tap_down = static_cast<int>(y.distance) * plan.columns * kChunkBytes - x.taps * tiling.tap_across;
+  // With one row of taps at a time, rows need not fit the tile, and the kernel does not go down.
+  tiling.tap_down = plan.tap_rows == 1 ? 0
+                                       : static_cast<int>(y.distance) * plan.columns * kChunkBytes -
+                                             x.taps * tiling.tap_across;
   tiling.weight_across = x.tap_step * call.weight.tap[2] * bytes;
   tiling.weight_down = y.tap_step * call.weight.tap[1] * bytes - x.taps * tiling.weight_across;
   tiling.weight_round = Shape::kRoundPlaces * call.weight.output * bytes;

@@ -67,12 +67,12 @@ PATCHCONV_DEVICE Sum<T> finished(const ConvEpilogue& epilogue, Sum<T> sum, int c
 
 // A float as a sum of two tf32 numbers, each rounded to nearest, ties away from zero. Bits below those of
 // tf32 mean nothing in the lower one. What would round to infinity is cut, and infinities and NaN stay in the
-// upper one.
+// upper one (of any NaN, that of the device: its own bits may all lie below those of tf32).
 PATCHCONV_DEVICE void split_tf32(uint32_t x, uint32_t& high, uint32_t& low) {
   constexpr uint32_t kMask = 0xffffe000, kHalf = 0x1000;
   const float value = bits_float(x);
   const bool rounds = __builtin_fabsf(value) < bits_float(0x7f7ff000);
-  high = (rounds ? x + kHalf : x) & kMask;
+  high = (rounds ? x + kHalf : value != value ? 0x7fffffff : x) & kMask;
   const float upper = bits_float(high);
   low = float_bits(value == upper ? 0 : value - upper) + kHalf;
 }

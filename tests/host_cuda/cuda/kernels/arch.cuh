@@ -78,20 +78,20 @@ PATCHCONV_DEVICE uint32_t ballot_of(bool vote) {
 // Asynchronous copies, and products of small matrices: what PTX's manual says of cp.async, ldmatrix and mma
 
 PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 16) {
+  // An address must be aligned also if nothing is read from it.
   if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
     throw LaunchError("an asynchronous copy that is not aligned to 16 bytes");
   }
   host_cuda::copies().start(shared, global, 16, static_cast<size_t>(filled));
 }
 PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
-  copy_async(shared, there ? global : shared, there ? 16 : 0);
+  copy_async(shared, global, there ? 16 : 0);
 }
 PATCHCONV_DEVICE void copy_word_async_where(void* shared, const void* global, bool there) {
-  if (reinterpret_cast<uintptr_t>(shared) % 4 != 0 ||
-      (there && reinterpret_cast<uintptr_t>(global) % 4 != 0)) {
+  if (reinterpret_cast<uintptr_t>(shared) % 4 != 0 || reinterpret_cast<uintptr_t>(global) % 4 != 0) {
     throw LaunchError("an asynchronous copy that is not aligned to 4 bytes");
   }
-  host_cuda::copies().start(shared, there ? global : shared, 4, there ? 4 : 0);
+  host_cuda::copies().start(shared, global, 4, there ? 4 : 0);
 }
 PATCHCONV_DEVICE void commit_copies() { host_cuda::copies().end_group(); }
 template <int kPending>
