@@ -163,6 +163,8 @@ def test_channel_sums(dtype):
         layout = choose.choice(["NCHW", "NHWC", "sliced"])
         masked = layout != "sliced" and number % 3 > 0
         cases.append(sums_case(p, dtype, layout, "steps" if len(size) == 2 else "ramp", masked))
+    for channels in (16, 40):  # side by side, whatever was drawn
+        cases.append(sums_case(Problem((16, 8), (1, 1), 1, channels, images=2), dtype, "NHWC", "steps", True))
     calls = [c.call("conv_channel_sums", dtype.itemsize * (i % 5 == 4)) for i, c in enumerate(cases)]
     for c, found, again in zip(cases, kernels.run(calls), kernels.run(calls), strict=True):
         kept = c.small.double() if c.keep is None else c.small.double().masked_fill(~c.keep, 0)
