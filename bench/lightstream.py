@@ -27,8 +27,8 @@ from patchconv_native.memory.peaks import allocated_peak
 from . import measure, report, resnet
 
 # Sides of the image and of lightstream's tiles, which must be larger than what borders touch.
-SIZES = {"full": ((2048, 1024),), "tiny": ((1024, 960),)}
-SECONDS = {"full": 60.0, "tiny": 0.1}
+SIZES = {"full": ((1536, 1024),), "tiny": ((1024, 960),)}
+SECONDS = {"full": 30.0, "tiny": 0.1}
 
 
 def constructor() -> Any:
