@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..spatial.parts import precise
 from .backward_tiles import Tiles
@@ -343,14 +342,8 @@ def _accumulate(found: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
 def _moving_nothing(call: Call) -> Call:
     """The call, with copies of the running statistics that it has moved in the forward pass."""
     copies = {id(one): one.clone() for one in call.moved}
-    return _with(call, copies) if copies else call
-
-
-def _with(call: Call, swaps: dict[int, Tensor]) -> Call:
-    """The call with other constants, by the ids of its own."""
-    args, kwargs = tree_map_only(Tensor, lambda one: swaps.get(id(one), one), (call.args, call.kwargs))
-    return dataclasses.replace(call, args=args, kwargs=kwargs, in_place=None)
+    return call.with_constants(copies) if copies else call
 
 
 def _swapped(graph: Graph, swaps: dict[int, Tensor]) -> Graph:
-    return dataclasses.replace(graph, calls=[_with(call, swaps) for call in graph.calls])
+    return dataclasses.replace(graph, calls=[call.with_constants(swaps) for call in graph.calls])

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..memory.fake import FakeMode, references
 from ..spatial.norms import TRACKING
@@ -87,6 +87,16 @@ class Call:
         first = 1 if self.function in (F.batch_norm, F.instance_norm) else 3
         given = (*whole[first : first + 2], self.kwargs.get("running_mean"), self.kwargs.get("running_var"))
         return [one for one in given if isinstance(one, Tensor)]
+
+    @property
+    def momentum(self) -> float:
+        """By how much it moves them."""
+        return self.kwargs.get("momentum", self.args[6] if len(self.args) > 6 else 0.1)
+
+    def with_constants(self, swaps: dict[int, Tensor]) -> Call:
+        """The same call with other constants, by the ids of its own."""
+        args, kwargs = tree_map_only(Tensor, lambda one: swaps.get(id(one), one), (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs, in_place=None)
 
     @functools.cached_property
     def writes(self) -> bool:

@@ -15,7 +15,7 @@ from ..spatial import Range
 from ..spatial.layout import cut_out, in_layout_of, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
-from .graph import Graph
+from .graph import Call, Graph
 from .kinds import (
     Kinds,
     Region,
@@ -54,6 +54,8 @@ class Run:
     own: dict[int, list[Region]] = field(default_factory=dict)
     """Of each stored value, these bands."""
     answers: dict[int, list[Tensor]] = field(default_factory=dict)
+    moved: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By how much calls on whole values move running statistics that others, which are computed in strips, move too."""
     inputs: dict[int, Source] = field(default_factory=dict)
     outside: Outside = field(default_factory=lambda: Outside("device"))
     transfers: Transfers | None = None
@@ -215,7 +217,7 @@ def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[in
         if on_whole(graph, kinds, place):
             written = call.inputs[0] if call.writes else None
             whole = {v: _whole(run, v, v == written and not _may_write(run, v)) for v in call.inputs}
-            found = run_whole(call, whole.__getitem__)
+            found = run_whole(_moving_later(run, place), whole.__getitem__)
             del whole
         else:
             found = from_answers(run, place)
@@ -260,10 +262,23 @@ def from_answers(
     return run_part(call, Asked(cuts, 1, run.answers.get(place, ()), probing, first=moves, links=links), given)
 
 
+def _moving_later(run: Run, place: int) -> Call:
+    """The call. Of running statistics that a call in strips moves too it moves zeros, for `move_statistics`."""
+    call = run.graph.calls[place]
+    others = [one for i, other in enumerate(run.graph.calls) if run.kinds.questions[i] for one in other.moved]
+    if not any(one is other for one in call.moved for other in others):
+        return call
+    run.moved[place] = [torch.zeros_like(one) for one in call.moved]
+    return call.with_constants({id(one): zeros for one, zeros in zip(call.moved, run.moved[place], strict=True)})
+
+
 def move_statistics(run: Run) -> None:
     """Of norms over the image, in the order in which the module calls them; also where nobody reads the result."""
     for place, call in enumerate(run.graph.calls):
-        if call.function in TRACKING and run.kinds.questions[place]:
+        if place in run.moved:
+            for one, by in zip(call.moved, run.moved.pop(place), strict=True):
+                one.mul_(1 - call.momentum).add_(by)
+        elif call.function in TRACKING and run.kinds.questions[place]:
             from_answers(run, place, moves=True)
 
 

@@ -119,6 +119,25 @@ def test_columns_of_any_distance(stride, dilation):
 
 
 @pytest.mark.parametrize(("dtype", "strict"), KINDS)
+def test_segments_at_edges(dtype, strict):
+    """All channels of a tile and three taps, or fewer: rows of 32, 16 and 8 columns that end inside and outside of the
+    images, above, below and beside them, and planes that are all padding.
+    """
+    three = (3, 3)
+    cases = [
+        Problem((28, 28), three, 64, 64, padding=((1, 1), (1, 1))),
+        Problem((9, 70), three, 24, 72, images=2, padding=((0, 2), (5, 1))),
+        Problem((7, 14), three, 72, 64, images=3, padding=((1, 1), (1, 1))),
+        Problem((13, 11), (5, 3), 8, 64, stride=(2, 2), dilation=(1, 2), padding=((3, 0), (0, 3))),
+        Problem((40, 9), (2, 7), 64, 16, groups=2, stride=(3, 1), padding=((4, 4), (4, 4))),
+        Problem((3, 6, 20), (3, 3, 3), 8, 64, padding=((2, 2), (1, 1), (1, 1))),
+        Problem((2, 3), three, 8, 8, stride=(1, 3), padding=((40, 0), (0, 40))),
+        Problem((5, 33), (1, 1), 64, 64, images=2, stride=(2, 2)),
+    ]
+    check(*(conv_kernels.case(p, "weight", dtype, "NHWC", strict=strict) for p in cases))
+
+
+@pytest.mark.parametrize(("dtype", "strict"), KINDS)
 def test_no_image(dtype, strict):
     c = conv_kernels.case(Problem((5, 6), (3, 2), 3, 4, images=0), "weight", dtype, strict=strict)
     (got,) = results([c])

@@ -73,6 +73,35 @@ def test_running_statistics_move_in_the_order_of_the_calls() -> None:
     alike(net, stock)
 
 
+class Axial(nn.Module):
+    """One norm of columns, each a sequence, and then of rows: one of the two cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=0.3)
+
+    def along(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        return self.norm(x.permute(0, 3, 1, 2).reshape(b * w, c, h)).reshape(b, w, c, h).permute(0, 2, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.along(self.along(x).transpose(2, 3) * 2 + 1).transpose(2, 3)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_running_statistics_move_in_order_where_some_calls_get_their_values_whole(grad: bool) -> None:
+    net, x = Axial().double().train(), structured((2, 3, 24, 20))
+    stock = copy.deepcopy(net)
+    with torch.set_grad_enabled(grad):
+        want, got = stock(x), pc.tile(net, x, tile=5)
+    if grad:
+        want.square().sum().backward()
+        got.square().sum().backward()
+    assert (got - want).abs().max() < 1e-9 * want.abs().max()
+    assert "whole" in str(pc.tile_plan(net, x, tile=5))
+    alike(net, stock)
+
+
 class Full:
     """An array that cannot be written any more after some strips."""
 

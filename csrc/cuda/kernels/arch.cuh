@@ -74,15 +74,15 @@ PATCHCONV_DEVICE void copy_async(void* shared, const void* global, int filled = 
                "r"(filled)
                : "memory");
 }
-// Zeros in place of the bytes if they are not `there`: then nothing is read.
-PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, bool there) {
+// Zeros in place of the bytes if `there` is 0: then nothing is read.
+PATCHCONV_DEVICE void copy_async_where(void* shared, const void* global, uint32_t there) {
   asm volatile(
       "{\n"
       ".reg .pred absent;\n"
       "setp.eq.u32 absent, %2, 0;\n"
       "cp.async.cg.shared.global [%0], [%1], 16, absent;\n"
       "}" ::"r"(shared_address(shared)),
-      "l"(global), "r"(static_cast<uint32_t>(there))
+      "l"(global), "r"(there)
       : "memory");
 }
 // Four bytes of them.

@@ -14,9 +14,17 @@ constexpr int kTilePitch = kTileChannels + 8;  // so that consecutive rows lie i
 // Rows of a segment: first those of the small grid, then those of the big one.
 constexpr int kMostRows = kSegmentPlaces * (1 + kMostTaps);
 
-// What a row of a tile holds: the column is relative to the segment's first, in its own grid.
+// What a row of a tile holds: the column is relative to the segment's first, in its own grid. A row that holds
+// nothing is at the line kNowhere.
 struct TileRow {
   int line, column;
+};
+constexpr int kNowhere = 1 << 29;
+
+// 32 positions of the small grid, from a row and column on.
+struct Segment {
+  int64_t image;
+  int depth, row, column;
 };
 
 // What a block computes: which channels of its group, and how many taps of a row. In shared memory, since
@@ -31,6 +39,8 @@ struct WeightPart {
   int64_t small, big;        // offset of the first channel
   int small_left, big_left;  // channels from there on
   TileRow rows[kMostRows];
+  uint32_t offsets[kMostRows];  // of a row: bytes from the segment's first place, if they are a sum (Loads::kSums)
+  Segment segments[4];       // in the tiles of each stage
 };
 static_assert(sizeof(WeightPart) % 16 == 0);
 
@@ -68,26 +78,6 @@ PATCHCONV_DEVICE void describe(const ConvCall& call, const ConvWeightPlan& plan,
   }
 }
 
-// 32 positions of the small grid, from a row and column on.
-struct Segment {
-  int64_t image;
-  int depth, row, column;
-
-  // Whether it is in another plane than before.
-  PATCHCONV_DEVICE bool advance(const WeightPart& mine, int columns_log2) {
-    column += 1 << columns_log2;
-    if (column < mine.end[2]) return false;
-    column = mine.begin[2];
-    row += kSegmentPlaces >> columns_log2;
-    if (row < mine.end[1]) return false;
-    row = mine.begin[1];
-    if (++depth < mine.end[0]) return true;
-    depth = mine.begin[0];
-    ++image;
-    return true;
-  }
-};
-
 // The segments of a block's part: how many, and the first.
 PATCHCONV_DEVICE int64_t segments_of(const ConvCall& call, const ConvWeightPlan& plan, const WeightPart& mine,
                                      Segment& first) {
@@ -114,6 +104,10 @@ PATCHCONV_DEVICE int64_t segments_of(const ConvCall& call, const ConvWeightPlan&
   return count;
 }
 
+// How pieces come into a tile: element by element, by asynchronous copies, or by such copies where all addresses
+// are sums (ConvWeightPlan) and no bits drop elements.
+enum class Loads { kElements, kPieces, kSums };
+
 // Sizes of tiles and of each thread's share, by type.
 template <typename T>
 struct WeightTile {
@@ -122,81 +116,93 @@ struct WeightTile {
   static constexpr int kThreads = sizeof(T) == 4 ? 256 : 128;
   static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // per thread
   static constexpr int kSmallPieces = kSegmentPlaces * kPieces / kThreads;
+  static constexpr int kRowsAtOnce = kThreads / kPieces;  // that all threads copy
   static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
   static constexpr int kGatherStages = 2;
   using Piece = Vec<T, kCount>;
 
   // Blocks per multiprocessor that the registers allow.
-  static constexpr int resident(bool strict, bool async) {
-    if (sizeof(T) == 4) return strict ? 1 : 2;
-    return async ? 3 : 2;
+  static constexpr int resident(bool strict, Loads loads) {
+    const int most = sizeof(T) == 4 ? (strict ? 1 : 2) : 3;
+    return loads == Loads::kElements && most > 1 ? most - 1 : most;
   }
-  static int shared_bytes(const ConvWeightPlan& plan, bool async) {
-    const int stages = async ? kStages : kGatherStages;
+  static int shared_bytes(const ConvWeightPlan& plan, Loads loads) {
+    const int stages = loads == Loads::kElements ? kGatherStages : kStages;
     return static_cast<int>(sizeof(WeightPart) +
                             stages * rows(plan) * kTilePitch * static_cast<int>(sizeof(T)));
   }
+  // Of a tile: a multiple of those that are copied at once.
   static constexpr PATCHCONV_DEVICE int rows(const ConvWeightPlan& plan) {
-    return kSegmentPlaces + (kSegmentPlaces >> plan.columns_log2) * plan.run_columns;
+    const int used = kSegmentPlaces + (kSegmentPlaces >> plan.columns_log2) * plan.run_columns;
+    return (used + kRowsAtOnce - 1) / kRowsAtOnce * kRowsAtOnce;
   }
 };
 
-// Writes to `to` what each row of a block's tiles holds.
-PATCHCONV_DEVICE void write_rows(const ConvWeightPlan& plan, int64_t step, int rows, int threads,
-                                 TileRow* to) {
+// Writes what each row of a block's tiles holds.
+PATCHCONV_DEVICE void write_rows(const ConvCall& call, const ConvWeightPlan& plan, int rows, int threads,
+                                 int bytes, WeightPart& to) {
+  const int step = static_cast<int>(call.lines[2].step);
   for (int row = thread_index(); row < rows; row += threads) {
-    if (row < kSegmentPlaces) {
-      to[row] = {row >> plan.columns_log2, row & ((1 << plan.columns_log2) - 1)};
-      continue;
-    }
-    const int line = (row - kSegmentPlaces) / plan.run_columns;
-    const int number = row - kSegmentPlaces - line * plan.run_columns;
-    int first = 0;
+    const bool small = row < kSegmentPlaces;
+    const int number = row - kSegmentPlaces;
+    TileRow found = {number / plan.run_columns, 0};
+    const int in_line = number - found.line * plan.run_columns;
+    if (small) {
+      found = {row >> plan.columns_log2, row & ((1 << plan.columns_log2) - 1)};
+    } else if (found.line >= kSegmentPlaces >> plan.columns_log2) {
+      found = {kNowhere, 0};
+    } else {
 #pragma unroll
-    for (int run = 0; run < kMostTaps; ++run) {
-      if (run < plan.runs && number >= plan.run_begin[run]) {
-        first = plan.run_first[run] + (number - plan.run_begin[run]) * static_cast<int>(step);
+      for (int run = 0; run < kMostTaps; ++run) {
+        if (run >= plan.runs || in_line < plan.run_begin[run]) continue;
+        found.column = plan.run_first[run] + (in_line - plan.run_begin[run]) * step;
       }
     }
-    to[row] = {line, first};
+    to.rows[row] = found;
+    const ConvTensor& grid = small ? call.target : call.source;
+    const int64_t lines = small ? found.line : found.line * call.lines[1].step;
+    const bool nowhere = found.line == kNowhere;
+    to.offsets[row] = nowhere ? 0 : static_cast<uint32_t>((lines * grid.place[1] + found.column * grid.place[2]) * bytes);
   }
 }
 
 // Loads segments into tiles.
-template <typename T>
+template <typename T, Loads kLoads>
 class TileLoader {
   using Tile = WeightTile<T>;
   using Piece = typename Tile::Piece;
 
  public:
-  PATCHCONV_DEVICE TileLoader(const ConvCall& call, const WeightPart& mine, int count)
-      : call_(call), mine_(mine), count_(count), linear_(is_linear(call)) {}
+  PATCHCONV_DEVICE TileLoader(const ConvCall& call, const ConvWeightPlan& plan, const WeightPart& mine,
+                              const Segment& first)
+      : call_(call), plan_(plan), mine_(mine), count_(Tile::rows(plan)), at_(first) {}
 
-  // Where this thread's pieces of a plane of both grids begin.
-  struct Plane {
-    const T *small, *big;
-    int small_filled, big_filled;  // bytes of a piece that exist
-  };
-
-  PATCHCONV_DEVICE Plane plane(const Segment& at) const {
-    const ConvTensor &small = call_.target, &big = call_.source;
-    const ConvLine& z = call_.lines[0];
-    const int iz = source_at(z, mine_.origin[0] + at.depth * static_cast<int>(z.step));
-    const Source first = source(small, mine_.small + at.image * small.image + at.depth * small.place[0],
-                                copied_piece(), mine_.small_left);
-    const Source other = source(big, mine_.big + at.image * big.image + iz * big.place[0], copied_piece(),
-                                iz >= 0 ? mine_.big_left : 0);
-    return {first.data + first.offset, other.data + other.offset, first.filled * kBytes,
-            other.filled * kBytes};
+  // Finds where this thread's pieces of the first segment are. Before the first copy.
+  PATCHCONV_DEVICE void begin_copies() {
+    if (kLoads != Loads::kSums) return;
+    plane_ = plane();
+    lines_ = pieces_of_lines();
+    columns_ = pieces_of_columns();
   }
 
-  // Starts the copies of a segment in this plane.
-  PATCHCONV_DEVICE void copy(const Segment& at, const Plane& plane, T* to) const {
-    if (linear_) return copy_linear(at, plane, to);
-    for (int i = 0; copied_row(i) < count_; ++i) {
-      const Source from = source(at, copied_row(i), copied_piece());
-      copy_async(piece_at(to, copied_row(i), copied_piece()), from.data + (from.filled > 0 ? from.offset : 0),
-                 from.filled * static_cast<int>(sizeof(T)));
+  // The segment that is loaded next.
+  PATCHCONV_DEVICE const Segment& next() const { return at_; }
+
+  // Starts the copies of the next segment.
+  PATCHCONV_DEVICE void copy(T* to) {
+    if constexpr (kLoads == Loads::kSums) {
+      copy_sums(to);
+      const int row = at_.row, column = at_.column;
+      if (advance()) plane_ = plane();
+      if (at_.row != row) lines_ = pieces_of_lines();
+      if (at_.column != column) columns_ = pieces_of_columns();
+    } else {
+      for (int i = 0; copied_row(i) < count_; ++i) {
+        const Source from = source(at_, copied_row(i), copied_piece());
+        copy_async(piece_at(to, copied_row(i), copied_piece()), from.data + (from.filled > 0 ? from.offset : 0),
+                   from.filled * static_cast<int>(sizeof(T)));
+      }
+      advance();
     }
   }
 
@@ -225,14 +231,14 @@ class TileLoader {
     }
   }
 
-  // Loads this thread's pieces of a segment element by element.
-  PATCHCONV_DEVICE void load(const Segment& at, Piece (&held)[Tile::kMostPieces]) const {
+  // Loads this thread's pieces of the next segment element by element.
+  PATCHCONV_DEVICE void load(Piece (&held)[Tile::kMostPieces]) {
 #pragma unroll
     for (int i = 0; i < Tile::kMostPieces; ++i) {
       const int index = i * Tile::kThreads + thread_index();
       if (index >= count_ * Tile::kPieces) break;
       const int piece = index / count_;
-      const Source from = source(at, index - piece * count_, piece);
+      const Source from = source(at_, index - piece * count_, piece);
 #pragma unroll
       for (int c = 0; c < Tile::kCount; ++c) {
         const int64_t offset = from.offset + c * from.channel;
@@ -244,6 +250,7 @@ class TileLoader {
         held[i].at[c] = value;
       }
     }
+    advance();
   }
 
   PATCHCONV_DEVICE void store(const Piece (&held)[Tile::kMostPieces], T* to) const {
@@ -264,8 +271,40 @@ class TileLoader {
     int filled;  // elements that exist
   };
 
+  // Where this thread's pieces of a plane of both grids begin, and a bit for each that there is in it.
+  struct Plane {
+    const T *small, *big;
+    uint32_t pieces;
+  };
+
+  PATCHCONV_DEVICE Plane plane() const {
+    const ConvTensor &small = call_.target, &big = call_.source;
+    const int iz = source_at(call_.lines[0], mine_.origin[0] + at_.depth * static_cast<int>(call_.lines[0].step));
+    const int64_t channel = copied_piece() * Tile::kCount;
+    const bool in_small = channel < mine_.small_left, in_big = iz >= 0 && channel < mine_.big_left;
+    return {static_cast<const T*>(small.data) + mine_.small + at_.image * small.image + at_.depth * small.place[0] +
+                channel,
+            static_cast<const T*>(big.data) + mine_.big + at_.image * big.image + iz * big.place[0] + channel,
+            (in_small ? kSmall : 0) | (in_big ? kAll & ~kSmall : 0)};
+  }
+
+  // Whether the next segment is in another plane now.
+  PATCHCONV_DEVICE bool advance() {
+    at_.column += 1 << plan_.columns_log2;
+    if (at_.column < mine_.end[2]) return false;
+    at_.column = mine_.begin[2];
+    at_.row += kSegmentPlaces >> plan_.columns_log2;
+    if (at_.row < mine_.end[1]) return false;
+    at_.row = mine_.begin[1];
+    if (++at_.depth < mine_.end[0]) return true;
+    at_.depth = mine_.begin[0];
+    ++at_.image;
+    return true;
+  }
+
   static constexpr int kBytes = sizeof(T);
-  static constexpr int kRowsAtOnce = Tile::kThreads / Tile::kPieces;  // that all threads copy
+  static constexpr int kRowsAtOnce = Tile::kRowsAtOnce;
+  static constexpr uint32_t kAll = (1u << Tile::kMostPieces) - 1, kSmall = (1u << Tile::kSmallPieces) - 1;
 
   // The row, and the piece in it, of the i-th piece that this thread copies.
   PATCHCONV_DEVICE static int copied_row(int i) { return thread_index() / Tile::kPieces + i * kRowsAtOnce; }
@@ -274,49 +313,69 @@ class TileLoader {
     return reinterpret_cast<Piece*>(tile + row * kTilePitch + piece * Tile::kCount);
   }
 
-  // Whether the bytes from a place to another are a sum of multiples, of numbers of 32 bits, of lines and
-  // columns.
-  PATCHCONV_DEVICE static bool is_linear(const ConvCall& call) {
-    const auto narrow = [](int64_t stride) { return stride * kBytes == static_cast<int>(stride * kBytes); };
-    return call.mode == PaddingMode::kZeros && narrow(call.target.place[1]) && narrow(call.target.place[2]) &&
-           narrow(call.source.place[1]) && narrow(call.source.place[2]);
-  }
-
   // So many lines and columns from there. What is there is not read if it is outside.
   PATCHCONV_DEVICE static const T* moved(const T* from, const ConvTensor& tensor, int lines, int columns) {
     const int line = static_cast<int>(tensor.place[1]) * kBytes,
               column = static_cast<int>(tensor.place[2]) * kBytes;
-    const uint64_t bytes = reinterpret_cast<uint64_t>(from) + static_cast<uint64_t>(int64_t{lines} * line) +
-                           static_cast<uint64_t>(int64_t{columns} * column);
-    return reinterpret_cast<const T*>(bytes);
+    return moved(moved(from, int64_t{lines} * line), int64_t{columns} * column);
+  }
+  PATCHCONV_DEVICE static const T* moved(const T* from, int64_t bytes) {
+    return reinterpret_cast<const T*>(reinterpret_cast<uint64_t>(from) + static_cast<uint64_t>(bytes));
   }
 
-  PATCHCONV_DEVICE void copy_linear(const Segment& at, const Plane& plane, T* to) const {
-    const ConvLine &y = call_.lines[1], &x = call_.lines[2];
-    const int lines = static_cast<int>(y.count) - at.row, columns = static_cast<int>(x.count) - at.column;
-    const TileRow* place = mine_.rows + copied_row(0);
-    to += copied_row(0) * kTilePitch + copied_piece() * Tile::kCount;
-    const T* const small = moved(plane.small, call_.target, at.row, at.column);
-#pragma unroll
-    for (int i = 0; i < Tile::kSmallPieces; ++i) {
-      const TileRow row = place[i * kRowsAtOnce];
-      copy_async(to + i * kRowsAtOnce * kTilePitch, moved(small, call_.target, row.line, row.column),
-                 row.line < lines && row.column < columns ? plane.small_filled : 0);
+  // A bit for each piece that this thread copies: whether its line is in the images, or its column.
+  PATCHCONV_DEVICE uint32_t pieces_of_lines() const {
+    const ConvLine& y = call_.lines[1];
+    const int lines = static_cast<int>(y.count) - at_.row, step = static_cast<int>(y.step);
+    const int high = kSegmentPlaces >> plan_.columns_log2, top = mine_.origin[1] + at_.row * step;
+    const int height = static_cast<int>(y.source);
+    if (high <= lines && top >= 0 && top + (high - 1) * step < height) return kAll;
+    uint32_t inside = 0;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kMostPieces; ++i) {
+      if (i * kRowsAtOnce >= count_) break;
+      const int line = mine_.rows[copied_row(i)].line;
+      if (line >= lines) continue;
+      if (i < Tile::kSmallPieces || static_cast<uint32_t>(top + line * step) < static_cast<uint32_t>(height)) {
+        inside |= 1u << i;
+      }
     }
-    const int step = static_cast<int>(y.step);
-    const int top = mine_.origin[1] + at.row * step;
-    const int left = mine_.origin[2] + at.column * static_cast<int>(x.step);
-    const T* const big = moved(plane.big, call_.source, top, left);
-    const auto height = static_cast<uint32_t>(y.source), width = static_cast<uint32_t>(x.source);
+    return inside;
+  }
+  PATCHCONV_DEVICE uint32_t pieces_of_columns() const {
+    const ConvLine& x = call_.lines[2];
+    const int columns = static_cast<int>(x.count) - at_.column;
+    const int left = mine_.origin[2] + at_.column * static_cast<int>(x.step), width = static_cast<int>(x.source);
+    if (1 << plan_.columns_log2 <= columns && left >= 0 && left + plan_.reach < width) return kAll;
     const int right = static_cast<int>(x.last()) - left;
-    for (int i = Tile::kSmallPieces; copied_row(i) < count_; ++i) {
-      const TileRow row = place[i * kRowsAtOnce];
-      const int line = row.line * step;
-      const bool inside = row.line < lines && row.column <= right &&
-                          static_cast<uint32_t>(top + line) < height &&
-                          static_cast<uint32_t>(left + row.column) < width;
-      copy_async(to + i * kRowsAtOnce * kTilePitch, moved(big, call_.source, line, row.column),
-                 inside ? plane.big_filled : 0);
+    uint32_t inside = 0;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kMostPieces; ++i) {
+      if (i * kRowsAtOnce >= count_) break;
+      const int column = mine_.rows[copied_row(i)].column;
+      const bool there = i < Tile::kSmallPieces ? column < columns
+                                                : column <= right && static_cast<uint32_t>(left + column) <
+                                                                         static_cast<uint32_t>(width);
+      if (there) inside |= 1u << i;
+    }
+    return inside;
+  }
+
+  PATCHCONV_DEVICE void copy_sums(T* to) const {
+    const uint32_t inside = plane_.pieces & lines_ & columns_;
+    const T* const small = moved(plane_.small, call_.target, at_.row, at_.column);
+    const T* const big = moved(plane_.big, call_.source,
+                               mine_.origin[1] + at_.row * static_cast<int>(call_.lines[1].step),
+                               mine_.origin[2] + at_.column * static_cast<int>(call_.lines[2].step));
+    const uint32_t* const offsets = mine_.offsets + copied_row(0);
+    to += copied_row(0) * kTilePitch + copied_piece() * Tile::kCount;
+#pragma unroll
+    for (int i = 0; i < Tile::kMostPieces; ++i) {
+      // Each row of a segment reads a column of the big grid at least.
+      if (i >= 2 * Tile::kSmallPieces && i * kRowsAtOnce >= count_) break;
+      copy_async_where(to + i * kRowsAtOnce * kTilePitch,
+                       moved(i < Tile::kSmallPieces ? small : big, offsets[i * kRowsAtOnce]),
+                       inside & 1u << i);
     }
   }
 
@@ -364,9 +423,13 @@ class TileLoader {
   }
 
   const ConvCall& call_;
+  const ConvWeightPlan& plan_;
   const WeightPart& mine_;
-  int count_;  // rows of a segment
-  bool linear_;
+  int count_;  // rows of a tile
+  // The next segment, and where this thread's pieces of it are.
+  Segment at_;
+  Plane plane_{};
+  uint32_t lines_ = 0, columns_ = 0;  // a bit for each: in the images
 };
 
 }  // namespace patchconv::kernels
