@@ -9,6 +9,7 @@ import contextlib
 import copy
 import random
 import sys
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,23 +18,27 @@ from torch import Tensor, nn
 
 from .sizes import tensors, total
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+_TABLES = (dict, OrderedDict, defaultdict, set)
+_ROWS = (list, deque)
 
 
 @contextlib.contextmanager
 def attributes_as_they_were(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of modules after the block. A step may add some (caches, lazy layers) or replace some."""
+    """Restores the attributes of modules after the block, and what mappings, lists and sets among them hold: parameters,
+    hooks, caches. A step may add some (lazy layers, hooks that are set at the first call) or replace some.
+    """
     modules = list(model.modules())
-    before = [(dict(vars(m)), {name: dict(vars(m)[name]) for name in _TABLES}) for m in modules]
+    before = [(module, dict(vars(module))) for module in modules]
+    held = [(one, copy.copy(one)) for _, values in before for one in values.values() if type(one) in _TABLES + _ROWS]
     try:
         yield
     finally:
-        for module, (attributes, tables) in zip(modules, before, strict=True):
+        for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for name, table in tables.items():
-                attributes[name].clear()
-                attributes[name].update(table)
+        for one, was in held:
+            one.clear()
+            one.update(was) if type(one) in _TABLES else one.extend(was)
 
 
 def _put_back(tensor: Tensor, value: Tensor) -> None:

@@ -168,6 +168,31 @@ def test_all_is_what_it_was() -> None:
     optimizer.step()  # its state still is one
 
 
+class Hooked(nn.Module):
+    """Its first call sets hooks and fills caches, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.done, self.sizes, self.calls = nn.Conv2d(3, 3, 1), False, {}, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.done:
+            self.done = True
+            self.conv.register_forward_hook(lambda *given: 2 * given[-1])
+        self.sizes[x.shape] = len(self.calls)
+        self.calls.append(x)
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_what_a_first_call_sets_is_taken_back(fake: bool) -> None:
+    model, x = Hooked(), torch.randn(1, 3, 8, 8)
+    stock = copy.deepcopy(model)
+    trace(model, x, fake=fake)
+    assert not model.done and not model.sizes and not model.calls and not model.conv._forward_hooks
+    assert torch.equal(model(x), stock(x)) and len(model.conv._forward_hooks) == 1
+
+
 def test_an_optimizer_that_is_made() -> None:
     model = small()
     report = trace(model, torch.randn(2, 3, 16, 16), optimizer=torch.optim.AdamW)
