@@ -250,8 +250,7 @@ class Backward:
 
     def _whole_source(self, found: _Graph, v: int) -> Tensor:
         """All of an image or of a stored value, on every rank."""
-        region = whole_region(self._graph, self._kinds, v)
-        value = self._run.read(v, region, [region] * self._run.outside.ranks).detach()
+        value = self._run.read_whole(v).detach()
         if v in self._needs:  # the gradient is the same on every rank
             own = self._own(v)
             found.leaf(value.requires_grad_(), lambda grad: self._add(v, own, part_of(self._kinds, v, grad, own)))

@@ -132,6 +132,11 @@ class Run:
         )  # fmt: skip
         return self.empty(v, own) if is_empty(own) else found
 
+    def read_whole(self, v: int) -> Tensor:
+        """All of an image or of a stored value, on every rank."""
+        region = whole_region(self.graph, self.kinds, v)
+        return self.read(v, region, [] if self.outside.shared is None else [region] * self.outside.ranks)
+
     def _read(self, v: int, region: Region) -> Tensor:
         if self.transfers is not None and self.transfers.reads(v):
             return self.transfers.take(v, region)
@@ -247,8 +252,7 @@ def _may_write(run: Run, v: int) -> bool:
 def _whole(run: Run, v: int, copy: bool) -> Tensor:
     if v not in run.kinds.dims:
         return run.whole[v].clone() if copy else run.whole[v]
-    region = whole_region(run.graph, run.kinds, v)
-    found = run.read(v, region, [region] * run.outside.ranks)
+    found = run.read_whole(v)
     return found.clone() if copy else found
 
 
