@@ -107,10 +107,11 @@ class TilePlan:
                 f"{self.kinds.others[0].dims[self.graph.inputs[0]]}, in step; all figures are of one of them"
             )
         if self.sweeps and self.sweeps[0].bands > self.outside.ranks:
-            across = [max(b - a for a, b in one) for one in zip(*self._bands(), strict=True)]
+            across = " x ".join(str(max(b - a for a, b in one)) for one in zip(*self._bands(), strict=True))
+            size = f", of at most {across} columns of the result" if across else ""
             lines.append(
-                f"bands       {self.sweeps[0].bands // self.outside.ranks}, one after the other, of at most "
-                f"{' x '.join(map(str, across))} columns of the result; what they share is computed again"
+                f"bands       {self.sweeps[0].bands // self.outside.ranks}, one after the other{size}; what they share "
+                "is computed again"
             )
         if self.tiles:
             tiles = [math.prod(math.ceil(1 / share) for share in shares) for shares in self.tiles.values()]
@@ -134,9 +135,9 @@ class TilePlan:
         return "\n".join(lines)
 
     def _bands(self) -> list[Region]:
-        """Of the result that the last sweep gives, the bands."""
-        sweep = self.sweeps[-1]
-        return sweep.own[max(sweep.own, key=lambda v: bytes_of(self.graph, v))]
+        """Of the result that the last sweep gives, the bands. Nothing: the result is not cut."""
+        own = self.sweeps[-1].own
+        return own[max(own, key=lambda v: bytes_of(self.graph, v))] if own else []
 
     def _line(self, sweep: Sweep) -> str:
         largest, rows = largest_value(self.graph, self.kinds, sweep)

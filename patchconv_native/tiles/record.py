@@ -77,6 +77,8 @@ _CASTS = {_tensor.to, _tensor.type_as}
 """Of their second argument, they read the dtype and the device alone."""
 _LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
 """Their results are drawn at once, as those of torch.randn(x.shape) are."""
+_OF_NUMBERS = {"narrow", "pad", "new_full", "full_like"}
+"""They want numbers, and take tensors of one number for such."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
 
 
@@ -130,6 +132,7 @@ class Recorder:
                 with torch._C.DisableTorchFunctionSubclass():
                     node = leaf.grad_fn
                 if node is not None:  # no function of torch that was written down gives one
+                    self._inside[-1] = next((c.module for c in self.graph.calls if leaf._index in c.outputs), "")
                     raise self.refuse(node.name().removesuffix("Backward"), "gradients of an autograd.Function")
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -154,9 +157,9 @@ class Recorder:
             return function(like, *args[1:], **kwargs)
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
-        if name == "narrow" and len(args) > 2 and type(args[2]) is Tensor:  # a place: before torch 2.14 a fake one
-            args = (*args[:2], int(args[2]), *args[3:])
-            asked = args, kwargs
+        if name in _OF_NUMBERS and any(map(_is_number, tree_leaves(asked))):  # before torch 2.14 of narrow a fake one
+            asked = tree_map_only(Tensor, _number, asked)
+            args, kwargs = in_form(function, *asked)
         given = tree_map_only(Recorded, lambda value: value._fake, asked)  # as it was asked: errors are torch's
         try:
             numbers = seeded(function, *args, **kwargs) if function in DROPOUTS else None
@@ -171,6 +174,8 @@ class Recorder:
             raise self.refuse(name, str(error)) from error
         except RuntimeError as error:
             if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                if any(map(_is_number, tree_leaves(asked))):
+                    return self.call(function, *tree_map_only(Tensor, _number, asked))
                 raise self.refuse(name, "its shape, or what follows, depends on the values of pixels") from error
             raise
         if found is NotImplemented:  # of `x == "text"`: Python has the answer
@@ -181,7 +186,11 @@ class Recorder:
         writes = writes_first(function, kwargs)
         first = args[0] if args else None
         if writes and not isinstance(first, Recorded):
-            raise self.refuse(name_of(function), "it writes into a tensor that was there before the call")
+            made = isinstance(first, Tensor) and self._watch.made_of([first])
+            of_call = "it writes what follows from an image into a tensor that does not: make it by x.new_zeros"
+            raise self.refuse(
+                name_of(function), of_call if made else "it writes into a tensor that was there before the call"
+            )
         known = {id(leaf._fake): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Recorded)}
         if not writes and id(found) in known:
             return known[id(found)]  # as x.contiguous() of a contiguous x
@@ -262,6 +271,15 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _is_number(value: Any) -> bool:
+    """Whether torch takes it for a number where it wants one: a tensor that was there before, or that follows from such."""
+    return isinstance(value, Tensor) and not isinstance(value, Recorded) and not value.dim() and not value.requires_grad
+
+
+def _number(value: Tensor) -> Any:
+    return value.item() if _is_number(value) else value
 
 
 def _kept_casts(graph: Graph, device: torch.device) -> dict[tuple[int, torch.dtype], int]:

@@ -187,6 +187,32 @@ def test_what_is_refused_changes_nothing(function: Callable[..., Any], text: str
     assert len(cache) == 2 and torch.equal(cache[0], x + 1) and vars(thing) == vars(Thing())  # type: ignore[arg-type]
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+def test_the_module_of_what_is_refused_is_named() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 3, 3), Doubling(), nn.Conv2d(3, 3, 3))
+    with pytest.raises(pc.NotServed, match=r"Doubled \(in 1\) is not served: gradients of an autograd.Function"):
+        pc.tile(net.double(), structured((1, 3, 12, 10)), tile=4)
+
+
+def test_images_are_not_written_into_what_is_made_without_them() -> None:
+    with pytest.raises(pc.NotServed, match="scatter_ is not served: .* make it by x.new_zeros"):
+        pc.tile(lambda x: torch.zeros(1, 3, 12, 10).scatter_(1, x.argmax(1, True), 1.0), structured((1, 3, 12, 10)))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors that modules keep
 

@@ -72,6 +72,10 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "bytes": lambda x: (whole_numbers(x).byte().any(1), whole_numbers(x).byte().all()),
     "squares beyond half precision": lambda x: ((x * 400).half().norm(dim=2), (x * 400).half().std((2, 3))),
     "a place that is in a tensor": lambda x: x.narrow(2, torch.tensor(1), 5),
+    "numbers that are in tensors": lambda x: (
+        x * x.new_full((1, 1), TABLE[1, 1].float(), dtype=x.dtype) + torch.full_like(x, TABLE[2, 1]),
+        x.clamp(0, TABLE[8, 0]), F.pad(x, (1, PLACES[0], 3, PLACES[0] + 1), mode="reflect"),
+    ),
     "differences": lambda x: (x.diff(dim=2), torch.diff(x, n=2), (x > 0).diff(dim=2), x.diff(0), x.diff(9, 1)),
     "differences of channels": lambda x: x.diff(dim=1, prepend=x[:, 1:2], append=x[:, :1] * 2),
     "gated halves": lambda x: (F.glu(x, 1), torch._C._nn.glu(x, 1), pc.convert(nn.GLU(1))(x)),
