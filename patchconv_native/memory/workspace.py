@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _library
 from ..settings import all_settings
+from . import cpu_operators
 from .cpu_conv_calls import Conv
 from .cpu_convs import forward_bytes, gradients_bytes, of_a_gradients_tile, of_a_tile, onednn_bytes
 
@@ -50,7 +51,7 @@ def _rules() -> dict[Any, Callable[..., int]]:
         torch.ops.patchconv._convolution_fused.default: functools.partial(_forward, _OURS_FUSED, {}),
         torch.ops.patchconv._convolution_backward.default: functools.partial(_backward, _OURS_BACKWARD, {}),
         torch.ops.patchconv._conv3d_onednn.default: _onednn_forward,
-    }
+    } | cpu_operators.rules()
     for name, condition in {"where": 0, "masked_fill": 1, "masked_fill_": 1, "floor_divide": None}.items():
         rule = functools.partial(_by_place, condition=condition)
         rules |= {getattr(getattr(_aten, name), form): rule for form in getattr(_aten, name).overloads()}
@@ -152,8 +153,13 @@ def _distances(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, devic
 
 
 def _distances_by_products(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """cdist by way of a product of matrices: both operands with their squared lengths and with ones beside them."""
-    return sum(math.prod(t.shape[:-1]) * (t.size(-1) + 2) for t in args[:2]) * result.dtype.itemsize
+    """cdist by way of a product of matrices: both operands with their squared lengths and with ones beside them. Before
+    there is a result, the first is multiplied by -2 for this.
+    """
+    (one, other), rows = args[:2], [math.prod(t.shape[:-1]) for t in args[:2]]
+    both = one.numel() + other.numel() + 2 * sum(rows)
+    first = 2 * one.numel() + 2 * rows[0] + 2 * sum(rows) - result.numel()
+    return max(both, first) * result.dtype.itemsize
 
 
 _TAPS = {"upsample_nearest2d": 1, "_upsample_nearest_exact2d": 1, "upsample_bilinear2d": 2, "upsample_bicubic2d": 4}

@@ -373,6 +373,7 @@ def record(
     drew = watch.drew or draws.moved()
     graph.drew = drew or any(call.function is draw_seed for call in graph.calls)
     graph.repeatable = not (watch.changed() or drew or elsewhere.changed() or graph.kept)
+    graph.made += watch.held() * (not graph.repeatable)
     del found, changes
     made.clear()
     try:

@@ -164,6 +164,10 @@ class Watch(TorchDispatchMode):
                 self._kept[_memory(tensor)] = tensor, tensor.detach(), tensor.detach().clone()
         return bool(there)
 
+    def held(self) -> int:
+        """Bytes of what is kept."""
+        return sum(before.nbytes for _, _, before in self._kept.values())
+
     def changed(self) -> bool:
         return self.wrote or any(not torch.equal(alias, before) for _, alias, before in self._kept.values())
 

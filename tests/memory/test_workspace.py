@@ -51,3 +51,49 @@ def test_the_gradient_of_an_extreme(dims: Any) -> None:
 
     predicted, measured = peaks(call, torch.rand(2, 5, 9, 11).double().requires_grad_())
     assert predicted == measured
+
+
+ORDER, WEIGHTS = torch.tensor([2, 0, 1]), torch.rand(6, 1, 1)
+CALLS: dict[str, Any] = {
+    "roll along three": lambda x: x.roll((3, 5, 1), (2, 3, 1)), "roll along one": lambda x: x.roll(3, 2),
+    "roll as a row": lambda x: x.roll(3), "logsumexp": lambda x: (x.logsumexp((2, 3)), x.logsumexp(1)),
+    "kthvalue": lambda x: x.kthvalue(3, 2), "median": lambda x: (x.median(2), x.nanmedian(3)),
+    "median of all": lambda x: x.median() + x.nanmedian(), "sort": lambda x: (x.sort(2), x.sort(dim=3, stable=True)),
+    "triu": lambda x: (x.triu(), x.permute(0, 2, 3, 1).tril()), "index_select": lambda x: x.index_select(1, ORDER),
+    "index_select of rows": lambda x: x.index_select(2, ORDER),
+    "bilinear": lambda x: F.bilinear(x.mT[..., :4], x.mT[..., 4:6], torch.ones(3, 4, 2, dtype=x.dtype)),
+    "antialias": lambda x: F.interpolate(x, size=(20, 13), mode="bilinear", antialias=True),
+    "antialias, wider": lambda x: F.interpolate(x, size=(20, 90), mode="bicubic", antialias=True),
+    "antialias, higher": lambda x: F.interpolate(x, scale_factor=(2.4, 0.4), mode="bilinear", antialias=True),
+    "fft along one": lambda x: [torch.fft.fft(x, dim=d) for d in (1, 2, 3)],
+    "rfft along one": lambda x: [torch.fft.rfft(x, dim=d) for d in (1, 2, 3)],
+    "fft of complex": lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2), dim=1),
+    "irfft along one": lambda x: [torch.fft.irfft(torch.complex(x, x), dim=d) for d in (1, 2, 3)],
+    "rfft2 and back": lambda x: torch.fft.irfft2(torch.fft.rfft2(x)), "fftn": lambda x: torch.fft.fftn(x, dim=(1, 2, 3)),
+    "irfftn": lambda x: torch.fft.irfftn(torch.complex(x, x), dim=(1, 2, 3)),
+    "complex": lambda x: (torch.complex(x, x).abs(), torch.complex(x, x).angle(), x.angle()),
+    "distances": lambda x: torch.cdist(x.flatten(2).mT[:, :200], x.new_ones(2, 7, 6)),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_operators(name: str, turned: bool, dtype: torch.dtype) -> None:
+    x = torch.rand(2, 6, 50, 30, dtype=dtype)
+    predicted, measured = peaks(CALLS[name], x.mT if turned else x)
+    assert predicted == measured
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("part", [False, True])
+def test_cross_entropies(part: bool, reduction: str, weights: Any) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(x, x, reduction=reduction, pos_weight=weights)
+
+    x = torch.rand(2, 6, 50, 30)
+    predicted, measured = peaks(call, x[:, :, 3:9] if part else x)
+    assert 0 <= predicted - measured <= 64
