@@ -26,7 +26,9 @@ BARRIER = 2 * PAGE
 
 @dataclass
 class Conv:
-    """A call: shapes, and a number for each spatial dimension. last: whether it is in channels_last."""
+    """A call: shapes, and a number for each spatial dimension. last: whether it is in channels_last. bias: whether it
+    adds one.
+    """
 
     input: Sequence[int]
     weight: Sequence[int]
@@ -39,6 +41,7 @@ class Conv:
     transposed: bool
     dtype: torch.dtype
     last: bool
+    bias: bool = False
 
     @property
     def taps(self) -> int:

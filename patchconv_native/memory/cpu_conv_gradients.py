@@ -34,7 +34,9 @@ def of_input(conv: Conv) -> int:
         weights = conv.groups * conv.taps * up(given, 4 // size) * up(made, BLOCK if made <= 2 * BLOCK else 4 * BLOCK)
         there = 0 if conv.last or conv.input[1] == 1 else read
         copies = 0 if conv.last or conv.output[1] == 1 else 2 * result
-        strided = max((there + weights) * size + _spread(conv), copies * size)
+        cut = any(made % stride for made, stride in zip(conv.output[2:], conv.stride, strict=True))
+        biased = _with_bias(conv, result) if cut else 0
+        strided = max((there + weights) * size + _spread(conv) + biased, copies * size)
         if conv.groups == 1 or given > BLOCK or half or not block:
             return strided
         return max(strided, of_input(dataclasses.replace(conv, stride=[1] * len(conv.stride))))  # either may be chosen
@@ -50,12 +52,17 @@ def of_input(conv: Conv) -> int:
     else:
         weights = conv.groups * conv.taps * up(given, block) * up(made, block)
     if conv.last:
-        return weights * size
+        return weights * size + _with_bias(conv, result)
     out = result
     if conv.groups == 1 or conv.depthwise:
         read, out = blocked(conv.input), blocked(conv.output)
     sums = torch.get_num_threads() * up(made, BLOCK) * math.prod(conv.output[2:]) * 4 * (half and conv.taps == 1)
-    return max((read + weights + out - result) * size + sums, out * size)
+    return max((read + weights + out - result) * size + sums + _with_bias(conv, out), out * size)
+
+
+def _with_bias(conv: Conv, result: int) -> int:
+    """A bias is added to another copy of the result."""
+    return result * conv.dtype.itemsize + BOOKING if conv.bias else 0
 
 
 def _block(conv: Conv) -> int:

@@ -316,7 +316,8 @@ def _conv(a: dict[str, Any], size: Any, weight: Any, output: Any, dtype: torch.d
     stride, padding, dilation, more = _entries(a, dims)
     padding = padding[:: len(padding) // dims]  # before and after, which are alike in stock's, or one number for both
     whole, made = ((*[1] * (dims + 2 - len(shape)), *shape) for shape in (size, output))  # with a batch dimension
-    return Conv(whole, weight, made, stride, padding, dilation, more, a["groups"], a["transposed"], dtype, last)
+    bias = a.get("bias") is not None
+    return Conv(whole, weight, made, stride, padding, dilation, more, a["groups"], a["transposed"], dtype, last, bias)
 
 
 def _like(tensor: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:

@@ -312,3 +312,18 @@ def test_half_precision_in_float32(channels: int, side: int, kernel: int, batch:
         real, fake = (pc.memory.trace(conv, x, train=train, fake=fake) for fake in (False, True))
         assert fake.transient == pytest.approx(real.transient, rel=0.07)
         assert real.transient > 4 * conv.weight.numel()
+
+
+@torch.no_grad()
+@needs_avx512
+@pytest.mark.parametrize("last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 5), (4, 4), (5, 5)], ids=str)
+def test_transposed_with_a_bias(kernel: tuple[int, int], stride: int, last: bool) -> None:
+    """It is added to a copy of the result, unless that is a multiple of the stride."""
+    for channels, more in ((8, (0, 0)), (3, (1, 0)), (16, (0, 1))):
+        x, _ = operands(8, 3, 3, 1, (9, 40), 1 + stride % 2, torch.float32, last)
+        weight, bias = torch.randn(8, channels, *kernel), torch.randn(channels)
+        more = tuple(min(n, stride - 1) for n in more)
+        predicted, measured = peaks(lambda *given: F.conv_transpose2d(*given, stride, (0, 1), more), x, weight, bias)
+        assert measured <= predicted <= measured + 4096  # of two threads a page
