@@ -39,7 +39,9 @@ def rules() -> dict[Any, Callable[..., int]]:
         _aten.angle.default: _of_complex,
     }
     for name, support in {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2}.items():
-        found |= dict.fromkeys((getattr(_aten, name).default, getattr(_aten, name).vec), functools.partial(_aa, support))
+        found |= dict.fromkeys(
+            (getattr(_aten, name).default, getattr(_aten, name).vec), functools.partial(_aa, support)
+        )
     return {operator: functools.partial(_named, operator, rule) for operator, rule in found.items()}
 
 
@@ -49,7 +51,9 @@ def _named(
     if device != "cpu":
         return 0
     arguments = operator._schema.arguments
-    given = {one.name: one.default_value for one in arguments} | dict(zip([a.name for a in arguments], args, strict=False))
+    given = {one.name: one.default_value for one in arguments} | dict(
+        zip([a.name for a in arguments], args, strict=False)
+    )
     first = result[0] if isinstance(result, (tuple, list)) else result
     return rule(**(given | kwargs), result=first)
 

@@ -42,6 +42,7 @@ def _rules() -> dict[Any, Callable[..., int]]:
         torch.ops.patchconv._layer_norm.default: _layer_norm,
         torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
         _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_attention_backward,
         _aten.count_nonzero.dim_IntList: _counted,
         _aten.im2col.default: _resized,
         _aten.col2im.default: _resized,
@@ -185,7 +186,7 @@ def _flash_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
     """
     batch, heads, queries, width = args[0].shape
     keys, threads, size = args[1].shape[2], torch.get_num_threads(), args[0].dtype.itemsize
-    block = min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+    block = _block_of_queries(queries)
     scores = block * min(512, keys)
     bytes_ = threads * (scores + 2 * block + block * width) * max(size, 4)
     if size == 2:
@@ -193,6 +194,23 @@ def _flash_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
     if args[0].dtype == torch.bfloat16:
         bytes_ += threads * block * width * 4 + int(1.05 * 2 * batch * heads * keys * width * size)
     return bytes_
+
+
+def _block_of_queries(queries: int) -> int:
+    return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
+
+
+def _flash_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Of torch 2.14 on the CPU, as observed: for each thread a block of scores and of their gradients, in bfloat16 also in
+    that and with keys and values packed (which is about right); of several heads a copy of a gradient.
+    """
+    (batch, heads, queries, width), keys = args[1].shape, min(512, args[2].shape[2])
+    block, half = _block_of_queries(queries), args[1].dtype.itemsize == 2
+    elements, padded = 2 * block * keys, -(-width // 32) * 32
+    if half:
+        elements += block * keys + padded * (-(-keys // 32) * 32) + block * padded // 2
+    elements = torch.get_num_threads() * elements + block + half
+    return (elements + batch * heads * queries * width * (heads > 1)) * max(args[1].dtype.itemsize, 4)
 
 
 # Arguments of convolutions, stock's and this package's, by place.

@@ -26,7 +26,7 @@ from .backward_tiles import Tiles
 from .chains import run_chain
 from .graph import Call, Graph
 from .heap import give_back
-from .kinds import Region, calls_between, is_empty, on_whole, part_of, whole_region
+from .kinds import Region, calls_between, is_empty, on_whole, part_of
 from .plan import TilePlan
 from .run import Run, from_answers
 from .run_sweep import run_sweep

@@ -97,3 +97,16 @@ def test_cross_entropies(part: bool, reduction: str, weights: Any) -> None:
     x = torch.rand(2, 6, 50, 30)
     predicted, measured = peaks(call, x[:, :, 3:9] if part else x)
     assert 0 <= predicted - measured <= 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 32, 400, 8), (1, 1, 100, 600, 8), (2, 2, 300, 90, 16)], ids=str)
+def test_gradients_of_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def call(*given: torch.Tensor) -> Any:
+        y = F.scaled_dot_product_attention(*given)
+        return torch.autograd.grad(y, given, torch.ones_like(y))
+
+    batch, heads, queries, keys, width = shape
+    q, k, v = (torch.randn(batch, heads, n, width, dtype=dtype, requires_grad=True) for n in (queries, keys, keys))
+    predicted, measured = peaks(call, q, k, v)
+    assert predicted == measured or (dtype == torch.bfloat16 and 0.97 < predicted / measured < 1.2)

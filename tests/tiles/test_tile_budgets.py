@@ -163,6 +163,18 @@ class Turned(nn.Module):
         return F.grid_sample(x, F.affine_grid(self.by, [1, *x.shape[1:]], align_corners=False), align_corners=False)
 
 
+class Masked(nn.Conv2d):
+    """Writes into its weight in each call, as PixelCNN's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, 7, padding=3)
+        self.register_buffer("mask", torch.ones(7, 7).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data *= self.mask
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -171,8 +183,11 @@ class Turned(nn.Module):
         lambda x: F.unfold(x, 3, padding=1),
         lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1),
         nn.Conv2d(4, 2, 1).double(),
+        nn.Sequential(*(Masked() for _ in range(9))).double(),
+        lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[2:]),
+        lambda x: x.roll((3, 5), (2, 3)).kthvalue(3, 2)[0],
     ],
-    ids=["constant", "of a parameter", "unfold", "fold", "1x1"],
+    ids=["constant", "of a parameter", "unfold", "fold", "1x1", "weights", "frequencies", "orders"],
 )
 @torch.no_grad()
 def test_what_is_made_besides_values_counts(call: Callable[[Tensor], Tensor]) -> None:

@@ -74,7 +74,8 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
     "a place that is in a tensor": lambda x: x.narrow(2, torch.tensor(1), 5),
     "numbers that are in tensors": lambda x: (
         x * x.new_full((1, 1), TABLE[1, 1].float(), dtype=x.dtype) + torch.full_like(x, TABLE[2, 1]),
-        x.clamp(0, TABLE[8, 0]), F.pad(x, (1, PLACES[0], 3, PLACES[0] + 1), mode="reflect"),
+        x.clamp(0, TABLE[8, 0]),
+        F.pad(x, (1, PLACES[0], 3, PLACES[0] + 1), mode="reflect"),
     ),
     "differences": lambda x: (x.diff(dim=2), torch.diff(x, n=2), (x > 0).diff(dim=2), x.diff(0), x.diff(9, 1)),
     "differences of channels": lambda x: x.diff(dim=1, prepend=x[:, 1:2], append=x[:, :1] * 2),

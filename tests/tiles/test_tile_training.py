@@ -96,6 +96,65 @@ def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+class Tokens(nn.Module):
+    """Blocks of attention between all places, which get their values whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 4, 4), nn.Conv2d(16, 3, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        tokens = y.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            q, k, v = block(tokens).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            tokens = tokens + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).tanh()
+        return self.last(tokens.transpose(1, 2).reshape(y.shape))
+
+
+class Along(nn.Module):
+    """Along one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = self.first(x).mT
+        return self.last(F.scaled_dot_product_attention(t, t, t).mT.flip(2))
+
+
+class Folded(nn.Module):
+    """The batch in the channels, as where each sample has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.conv2d(x.flatten(0, 1)[None], self.weight.repeat(len(x), 1, 1, 1), padding=1, groups=len(x))
+        return y.view(len(x), 8, *x.shape[2:])
+
+
+@pytest.mark.parametrize(("made", "shape"), [(Tokens, (2, 3, 96, 80)), (Along, (1, 3, 400)), (Folded, (2, 3, 64, 48))])
+def test_calls_on_whole_values_keep_a_budget(made: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    net, x = made().double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    stock = copy.deepcopy(net)
+    theirs, want = stepped(stock, x, stock)
+    gradient = x.grad
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(net, x, budget=1)
+    least = refused.value.least
+    assert least < 2 * theirs
+    peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=least))
+    assert peak <= least
+    assert_alike(
+        [got, x.grad, *(p.grad for p in net.parameters())], [want, gradient, *(p.grad for p in stock.parameters())]
+    )
+
+
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
     reason="oneDNN's workspace in bfloat16 is known for vectors, not for AMX's tiles",
@@ -334,7 +393,8 @@ def test_images_and_masks_of_bytes() -> None:
     model = ToLoss()
     tiled = copy.deepcopy(model)
     plan = pc.tile_plan(tiled, (image, mask), tile=7)
-    assert mask.unique().numel() == 2 and len(plan.graph.inputs) == 2 and plan.graph.made == 0
+    assert mask.unique().numel() == 2 and len(plan.graph.inputs) == 2
+    assert plan.graph.made == 8  # what the norm's counter held
     want, got = model(image, mask), pc.tile(tiled, (image, mask), tile=7)
     want.backward()
     got.backward()

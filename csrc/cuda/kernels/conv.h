@@ -136,7 +136,8 @@ struct ConvWeightPlan {
   int run_begin[3] = {0, 0, 0};  // the index of that column among the columns of all runs
   int run_columns = 0;           // of all runs
   int reach = 0;                 // the last column of all, as run_first counts
-  int tap_bytes[3] = {0, 0, 0};  // in shared memory, from the first of all columns to the first that a tap reads
+  int tap_bytes[3] = {0, 0,
+                      0};  // in shared memory, from the first of all columns to the first that a tap reads
 };
 // `workspace_limit` is in bytes; one part is used in any case. Depends on types, sizes and limits alone, not
 // on strides and addresses.

@@ -21,7 +21,8 @@ constexpr int64_t elements_of_tap(const ConvCall& call) {
   return int64_t{call.groups} * call.outputs * call.sources;
 }
 
-// Where a block's sums of its first tap and output begin in the workspace: (part, tap, group, output, source).
+// Where a block's sums of its first tap and output begin in the workspace: (part, tap, group, output,
+// source).
 PATCHCONV_DEVICE float* place_of(const ConvCall& call, const WeightPart& mine, float* workspace) {
   int64_t taps = mine.part;
   for (int d = 0; d < 3; ++d) taps = taps * call.lines[d].taps + mine.tap[d];
@@ -29,8 +30,8 @@ PATCHCONV_DEVICE float* place_of(const ConvCall& call, const WeightPart& mine, f
          (int64_t{mine.group} * call.outputs + mine.output) * call.sources + mine.source;
 }
 
-// Adds two neighbouring sums, of which `left` exist, to those in the workspace (`first`: stores them there) and
-// sets them to zero. `even`: both exist or none.
+// Adds two neighbouring sums, of which `left` exist, to those in the workspace (`first`: stores them there)
+// and sets them to zero. `even`: both exist or none.
 PATCHCONV_DEVICE void hand_on(float (&sums)[2], bool first, int left, bool even, float* to) {
   if (even && left > 0) {
     using Both = Vec<float, 2>;
@@ -52,7 +53,8 @@ PATCHCONV_DEVICE void hand_on(float (&sums)[2], bool first, int left, bool even,
 template <typename T>
 PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvCall& call, const WeightPart& mine, bool first,
                               float* workspace) {
-  const int row = WarpSums<T>::output() + lane_index() / 4, column = WarpSums<T>::source() + lane_index() % 4 * 2;
+  const int row = WarpSums<T>::output() + lane_index() / 4,
+            column = WarpSums<T>::source() + lane_index() % 4 * 2;
   float* const begin = place_of(call, mine, workspace) + int64_t{row} * call.sources + column;
   const int64_t tap_step = elements_of_tap(call), row_step = int64_t{8} * call.sources;
   const bool even = call.sources % 2 == 0;
@@ -65,7 +67,7 @@ PATCHCONV_DEVICE void hand_on(WarpSums<T>& sums, const ConvCall& call, const Wei
       const bool inside = row + m * 8 < mine.small_left;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        auto& found = *reinterpret_cast<float(*)[2]>(&sums.at[m / 2][tap][n][m % 2 * 2]);
+        auto& found = *reinterpret_cast<float (*)[2]>(&sums.at[m / 2][tap][n][m % 2 * 2]);
         const int left = inside ? mine.big_left - column - n * 8 : 0;
         hand_on(found, first, left, even, to + n * 8);
       }
@@ -83,7 +85,8 @@ __global__ void __launch_bounds__(WeightTile<T>::kThreads, WeightTile<T>::reside
   T* const tiles = reinterpret_cast<T*>(&mine + 1);
   const int rows = Tile::rows(plan);
   const auto tile = [&](int number) {
-    return tiles + number % (kLoads == Loads::kElements ? Tile::kGatherStages : Tile::kStages) * rows * kTilePitch;
+    return tiles +
+           number % (kLoads == Loads::kElements ? Tile::kGatherStages : Tile::kStages) * rows * kTilePitch;
   };
   if (thread_index() == 0) describe(call, plan, mine);
   write_rows(call, plan, rows, Tile::kThreads, kLoads == Loads::kSums ? sizeof(T) : 0, mine);
@@ -240,8 +243,8 @@ Loads loads_of(const ConvCall& call, const ConvWeightPlan& plan, int size) {
   }
   // From a segment's first place to another there are so many lines and columns. The bytes need 31 bits.
   const auto narrow = [&](const ConvTensor& tensor, int64_t lines, int64_t columns) {
-    const int64_t elements = std::max<int64_t>(lines, 1) * tensor.place[1] +
-                             std::max<int64_t>(columns, 1) * tensor.place[2];
+    const int64_t elements =
+        std::max<int64_t>(lines, 1) * tensor.place[1] + std::max<int64_t>(columns, 1) * tensor.place[2];
     return tensor.place[1] >= 0 && tensor.place[2] >= 0 && elements * size < int64_t{1} << 31;
   };
   const int64_t lines = (kSegmentPlaces >> plan.columns_log2) - 1;

@@ -14,8 +14,8 @@ constexpr int kTilePitch = kTileChannels + 8;  // so that consecutive rows lie i
 // Rows of a segment: first those of the small grid, then those of the big one.
 constexpr int kMostRows = kSegmentPlaces * (1 + kMostTaps);
 
-// What a row of a tile holds: the column is relative to the segment's first, in its own grid. A row that holds
-// nothing is at the line kNowhere.
+// What a row of a tile holds: the column is relative to the segment's first, in its own grid. A row that
+// holds nothing is at the line kNowhere.
 struct TileRow {
   int line, column;
 };
@@ -39,8 +39,9 @@ struct WeightPart {
   int64_t small, big;        // offset of the first channel
   int small_left, big_left;  // channels from there on
   TileRow rows[kMostRows];
-  uint32_t offsets[kMostRows];  // of a row: bytes from the segment's first place, if they are a sum (Loads::kSums)
-  Segment segments[4];       // in the tiles of each stage
+  uint32_t
+      offsets[kMostRows];  // of a row: bytes from the segment's first place, if they are a sum (Loads::kSums)
+  Segment segments[4];     // in the tiles of each stage
 };
 static_assert(sizeof(WeightPart) % 16 == 0);
 
@@ -104,8 +105,8 @@ PATCHCONV_DEVICE int64_t segments_of(const ConvCall& call, const ConvWeightPlan&
   return count;
 }
 
-// How pieces come into a tile: element by element, by asynchronous copies, or by such copies where all addresses
-// are sums (ConvWeightPlan) and no bits drop elements.
+// How pieces come into a tile: element by element, by asynchronous copies, or by such copies where all
+// addresses are sums (ConvWeightPlan) and no bits drop elements.
 enum class Loads { kElements, kPieces, kSums };
 
 // Sizes of tiles and of each thread's share, by type.
@@ -162,7 +163,8 @@ PATCHCONV_DEVICE void write_rows(const ConvCall& call, const ConvWeightPlan& pla
     const ConvTensor& grid = small ? call.target : call.source;
     const int64_t lines = small ? found.line : found.line * call.lines[1].step;
     const bool nowhere = found.line == kNowhere;
-    to.offsets[row] = nowhere ? 0 : static_cast<uint32_t>((lines * grid.place[1] + found.column * grid.place[2]) * bytes);
+    to.offsets[row] =
+        nowhere ? 0 : static_cast<uint32_t>((lines * grid.place[1] + found.column * grid.place[2]) * bytes);
   }
 }
 
@@ -199,7 +201,8 @@ class TileLoader {
     } else {
       for (int i = 0; copied_row(i) < count_; ++i) {
         const Source from = source(at_, copied_row(i), copied_piece());
-        copy_async(piece_at(to, copied_row(i), copied_piece()), from.data + (from.filled > 0 ? from.offset : 0),
+        copy_async(piece_at(to, copied_row(i), copied_piece()),
+                   from.data + (from.filled > 0 ? from.offset : 0),
                    from.filled * static_cast<int>(sizeof(T)));
       }
       advance();
@@ -279,11 +282,12 @@ class TileLoader {
 
   PATCHCONV_DEVICE Plane plane() const {
     const ConvTensor &small = call_.target, &big = call_.source;
-    const int iz = source_at(call_.lines[0], mine_.origin[0] + at_.depth * static_cast<int>(call_.lines[0].step));
+    const int iz =
+        source_at(call_.lines[0], mine_.origin[0] + at_.depth * static_cast<int>(call_.lines[0].step));
     const int64_t channel = copied_piece() * Tile::kCount;
     const bool in_small = channel < mine_.small_left, in_big = iz >= 0 && channel < mine_.big_left;
-    return {static_cast<const T*>(small.data) + mine_.small + at_.image * small.image + at_.depth * small.place[0] +
-                channel,
+    return {static_cast<const T*>(small.data) + mine_.small + at_.image * small.image +
+                at_.depth * small.place[0] + channel,
             static_cast<const T*>(big.data) + mine_.big + at_.image * big.image + iz * big.place[0] + channel,
             (in_small ? kSmall : 0) | (in_big ? kAll & ~kSmall : 0)};
   }
@@ -336,7 +340,8 @@ class TileLoader {
       if (i * kRowsAtOnce >= count_) break;
       const int line = mine_.rows[copied_row(i)].line;
       if (line >= lines) continue;
-      if (i < Tile::kSmallPieces || static_cast<uint32_t>(top + line * step) < static_cast<uint32_t>(height)) {
+      if (i < Tile::kSmallPieces ||
+          static_cast<uint32_t>(top + line * step) < static_cast<uint32_t>(height)) {
         inside |= 1u << i;
       }
     }
@@ -345,7 +350,8 @@ class TileLoader {
   PATCHCONV_DEVICE uint32_t pieces_of_columns() const {
     const ConvLine& x = call_.lines[2];
     const int columns = static_cast<int>(x.count) - at_.column;
-    const int left = mine_.origin[2] + at_.column * static_cast<int>(x.step), width = static_cast<int>(x.source);
+    const int left = mine_.origin[2] + at_.column * static_cast<int>(x.step),
+              width = static_cast<int>(x.source);
     if (1 << plan_.columns_log2 <= columns && left >= 0 && left + plan_.reach < width) return kAll;
     const int right = static_cast<int>(x.last()) - left;
     uint32_t inside = 0;
@@ -364,9 +370,9 @@ class TileLoader {
   PATCHCONV_DEVICE void copy_sums(T* to) const {
     const uint32_t inside = plane_.pieces & lines_ & columns_;
     const T* const small = moved(plane_.small, call_.target, at_.row, at_.column);
-    const T* const big = moved(plane_.big, call_.source,
-                               mine_.origin[1] + at_.row * static_cast<int>(call_.lines[1].step),
-                               mine_.origin[2] + at_.column * static_cast<int>(call_.lines[2].step));
+    const T* const big =
+        moved(plane_.big, call_.source, mine_.origin[1] + at_.row * static_cast<int>(call_.lines[1].step),
+              mine_.origin[2] + at_.column * static_cast<int>(call_.lines[2].step));
     const uint32_t* const offsets = mine_.offsets + copied_row(0);
     to += copied_row(0) * kTilePitch + copied_piece() * Tile::kCount;
 #pragma unroll

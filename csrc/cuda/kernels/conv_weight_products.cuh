@@ -22,8 +22,8 @@ PATCHCONV_DEVICE int big_row(const ConvWeightPlan& plan, int place) {
          (place & ((1 << plan.columns_log2) - 1));
 }
 
-// Where a lane finds what it multiplies, in bytes of a tile: of the small grid's first positions, and of the big
-// grid for the first of each kAtOnce positions that are multiplied at once, to which a tap adds its own.
+// Where a lane finds what it multiplies, in bytes of a tile: of the small grid's first positions, and of the
+// big grid for the first of each kAtOnce positions that are multiplied at once, to which a tap adds its own.
 template <typename T>
 struct WarpPlaces {
   static constexpr int kAtOnce = sizeof(T) == 4 ? 8 : 16;
@@ -53,8 +53,8 @@ PATCHCONV_DEVICE const T* at_bytes(const T* tile, int bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(tile) + bytes);
 }
 
-// Half precision: adds the products of a segment to the sums. If `kTaps` is not 0, there are so many taps and 64
-// channels of the small grid.
+// Half precision: adds the products of a segment to the sums. If `kTaps` is not 0, there are so many taps and
+// 64 channels of the small grid.
 template <bool kStrict, int kTaps, typename T>
 PATCHCONV_DEVICE void multiply(WarpSums<T>& sums, const T* tile, const ConvWeightPlan& plan,
                                const WarpPlaces<T>& places, int taps, int outputs) {
