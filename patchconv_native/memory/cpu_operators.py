@@ -1,5 +1,5 @@
-"""The workspace of the CPU's operators of torch 2.14, as observed: of Fourier transforms, orders, and others that copy what
-they are given. Each gets the operator's arguments, as its schema names them, and its first result.
+"""The workspace of the CPU's operators of torch 2.14, as observed: of Fourier transforms, orders, and others that copy
+what they are given. Each rule gets the operator's arguments, as its schema names them, and its first result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def rules() -> dict[Any, Callable[..., int]]:
         _aten.angle.default: _of_complex,
     }
     for name, support in {"_upsample_bilinear2d_aa": 1, "_upsample_bicubic2d_aa": 2}.items():
-        found |= dict.fromkeys(
-            (getattr(_aten, name).default, getattr(_aten, name).vec), functools.partial(_aa, support)
-        )
+        forms = getattr(_aten, name).default, getattr(_aten, name).vec
+        found |= dict.fromkeys(forms, functools.partial(_aa, support))
     return {operator: functools.partial(_named, operator, rule) for operator, rule in found.items()}
 
 
@@ -51,11 +50,10 @@ def _named(
     if device != "cpu":
         return 0
     arguments = operator._schema.arguments
-    given = {one.name: one.default_value for one in arguments} | dict(
-        zip([a.name for a in arguments], args, strict=False)
-    )
+    given = {one.name: one.default_value for one in arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
     first = result[0] if isinstance(result, (tuple, list)) else result
-    return rule(**(given | kwargs), result=first)
+    return rule(**given, result=first)
 
 
 def _roll(self: Tensor, dims: Sequence[int], **_: Any) -> int:
@@ -93,7 +91,7 @@ def _cross_entropy(self: Tensor, pos_weight: Tensor | None, reduction: int, **_:
 
 
 def _copied(self: Tensor, dim: Sequence[int], last: Sequence[int] = ()) -> int:
-    """Bytes of a transform's copy of what it is given, unless the dimensions `dim` lie innermost, and in these `last`."""
+    """Bytes of a transform's copy of its input, unless its dimensions `dim` and `last` lie innermost, in this order."""
     along, last = ([d % self.dim() for d in given] for given in (dim, last))
     others = [d for d in range(self.dim()) if d not in (*along, *last)]
     order = [d for some in (others, along, last) for d in sorted(some, key=self.stride, reverse=True)]

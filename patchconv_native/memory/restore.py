@@ -24,8 +24,8 @@ _ROWS = (list, deque)
 
 @contextlib.contextmanager
 def attributes_as_they_were(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of modules after the block, and what mappings, lists and sets among them hold: parameters,
-    hooks, caches. A step may add some (lazy layers, hooks that are set at the first call) or replace some.
+    """Restores the attributes of modules after the block, and what mappings, lists and sets among them hold:
+    parameters, hooks, caches. A step may add some (lazy layers, hooks that a first call sets) or replace some.
     """
     modules = list(model.modules())
     before = [(module, dict(vars(module))) for module in modules]

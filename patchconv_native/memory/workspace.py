@@ -52,7 +52,8 @@ def _rules() -> dict[Any, Callable[..., int]]:
         torch.ops.patchconv._convolution_fused.default: functools.partial(_forward, _OURS_FUSED, {}),
         torch.ops.patchconv._convolution_backward.default: functools.partial(_backward, _OURS_BACKWARD, {}),
         torch.ops.patchconv._conv3d_onednn.default: _onednn_forward,
-    } | cpu_operators.rules()
+    }
+    rules |= cpu_operators.rules()
     for name, condition in {"where": 0, "masked_fill": 1, "masked_fill_": 1, "floor_divide": None}.items():
         rule = functools.partial(_by_place, condition=condition)
         rules |= {getattr(getattr(_aten, name), form): rule for form in getattr(_aten, name).overloads()}
@@ -201,8 +202,8 @@ def _block_of_queries(queries: int) -> int:
 
 
 def _flash_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """Of torch 2.14 on the CPU, as observed: for each thread a block of scores and of their gradients, in bfloat16 also in
-    that and with keys and values packed (which is about right); of several heads a copy of a gradient.
+    """Of torch 2.14 on the CPU, as observed: for each thread a block of scores and of their gradients, in bfloat16
+    also in that and with keys and values packed (which is about right); of several heads a copy of a gradient.
     """
     (batch, heads, queries, width), keys = args[1].shape, min(512, args[2].shape[2])
     block, half = _block_of_queries(queries), args[1].dtype.itemsize == 2

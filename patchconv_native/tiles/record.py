@@ -274,7 +274,7 @@ class Recorder:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether torch takes it for a number where it wants one: a tensor that was there before, or that follows from such."""
+    """Whether torch takes it for a number where it wants one: a tensor that does not follow from an image."""
     return isinstance(value, Tensor) and not isinstance(value, Recorded) and not value.dim() and not value.requires_grad
 
 

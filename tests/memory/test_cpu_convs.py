@@ -324,6 +324,6 @@ def test_transposed_with_a_bias(kernel: tuple[int, int], stride: int, last: bool
     for channels, more in ((8, (0, 0)), (3, (1, 0)), (16, (0, 1))):
         x, _ = operands(8, 3, 3, 1, (9, 40), 1 + stride % 2, torch.float32, last)
         weight, bias = torch.randn(8, channels, *kernel), torch.randn(channels)
-        more = tuple(min(n, stride - 1) for n in more)
-        predicted, measured = peaks(lambda *given: F.conv_transpose2d(*given, stride, (0, 1), more), x, weight, bias)
+        geometry = stride, (0, 1), tuple(min(n, stride - 1) for n in more)
+        predicted, measured = peaks(lambda *given, of=geometry: F.conv_transpose2d(*given, *of), x, weight, bias)
         assert measured <= predicted <= measured + 4096  # of two threads a page
