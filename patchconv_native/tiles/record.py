@@ -275,7 +275,8 @@ class Recorder:
 
 def _is_number(value: Any) -> bool:
     """Whether torch takes it for a number where it wants one: a tensor that does not follow from an image."""
-    return isinstance(value, Tensor) and not isinstance(value, Recorded) and not value.dim() and not value.requires_grad
+    has_numbers = isinstance(value, Tensor) and not isinstance(value, (Recorded, FakeTensor))
+    return has_numbers and not value.dim() and not value.requires_grad and not value.is_meta
 
 
 def _number(value: Tensor) -> Any:

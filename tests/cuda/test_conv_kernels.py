@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import conv_kernels, kernels
 from support.conv_kernels import MODES, PASSES, Problem, case, check_all, check_parts, error
-from support.pairs import FULL, todays
+from support.pairs import FULL, pairwise, todays
 from support.seeds import SWEEP_SEED
 
 pytestmark = pytest.mark.timeout(1200)  # the first that runs compiles the executor
@@ -168,11 +168,10 @@ SMALL_IMAGES = [
 ]
 
 
-@TILES
-@LAYOUTS
-@pytest.mark.parametrize("pass_", ["small", "big"])
-def test_tiles_over_small_images(pass_, layout, dtype, strict):
+@pairwise(kind=KINDS["conv_tiles"], layout=["NCHW", "NHWC"], pass_=["small", "big"])
+def test_tiles_over_small_images(pass_, layout, kind):
     """With a mask of the source, with every part of an epilogue."""
+    dtype, strict = kind
     torch.manual_seed(11)
     cases = []
     for p in SMALL_IMAGES:
@@ -222,9 +221,7 @@ def test_bits_in_words(shared, dtype, strict):
     check_all("conv_tiles", cases, shared=shared)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("shared", [99, 163, 227], ids=lambda kib: f"{kib}KiB")  # of every GPU, an A100, an H100
-@pytest.mark.parametrize("pass_", ["small", "big"])
+@pairwise(layout=["NCHW", "NHWC"], shared=[99, 163, 227], pass_=["small", "big"])  # KiB: every GPU, an A100, an H100
 def test_tiles_that_only_just_fit(pass_, layout, shared):
     """One halo tile instead of two without room for more, rows of taps in several tiles, and columns far apart."""
     torch.manual_seed(5)
