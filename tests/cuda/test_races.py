@@ -123,7 +123,7 @@ MISTAKES = {
     ),
     "no warp barrier after a store": Mistake("conv_tiles.cu", without("    warp_barrier();\n", "  }\n}"), tiles),
     "no barrier between segments": Mistake(
-        "conv_weight.cu", without("      block_barrier();\n", "      fetch("), weight
+        "conv_weight.cu", without("      block_barrier();\n", "      if (masked && number"), weight
     ),
     "no barrier between planes": Mistake(
         "conv_depthwise.cu",
