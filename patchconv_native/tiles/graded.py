@@ -205,7 +205,9 @@ class Graded(Bands):
     def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
         graph, level, planner = self._graph, self.kinds.level, self._exact
         grads = {v: last[v] for v in stored & graph.needs}
-        for call in graph.calls:  # of whole values that a later call reads than those between the same sweeps
+        # That of a whole value waits where a strip reads the value, or a call after a later sweep. Others come and go
+        # between two sweeps.
+        for call in graph.calls:
             end, cut = max(level[out] for out in call.outputs), not self.kinds.dims.keys().isdisjoint(call.outputs)
             for v in call.inputs:
                 if v in graph.needs and v not in self.kinds.dims and (cut or end > level[v]):

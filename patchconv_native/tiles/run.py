@@ -268,8 +268,10 @@ def from_answers(
 
 def _moving_later(run: Run, place: int) -> Call:
     """The call. Of running statistics that a call in strips moves too it moves zeros, for `move_statistics`."""
-    call = run.graph.calls[place]
-    others = [one for i, other in enumerate(run.graph.calls) if run.kinds.questions[i] for one in other.moved]
+    call, questions = run.graph.calls[place], run.kinds.questions
+    if not call.moved:
+        return call
+    others = [one for i, other in enumerate(run.graph.calls) if questions[i] for one in other.moved]
     if not any(one is other for one in call.moved for other in others):
         return call
     run.moved[place] = [torch.zeros_like(one) for one in call.moved]

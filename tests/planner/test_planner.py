@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.pairs import FULL
 from support.seeds import SWEEP_SEED
+from support.spatial_chains import Unknown
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -236,18 +237,6 @@ def test_tiles_where_nothing_else_fits(train: bool) -> None:
             ]
             torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
         assert classes(plan.undo(model)) == before
-
-
-class Unknown(torch.autograd.Function):
-    """What tiles do not serve."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
 
 
 def test_what_could_not_be_tried_is_said() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.spatial_chains import structured
+from support.spatial_chains import Unknown, structured
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -187,24 +187,14 @@ def test_what_is_refused_changes_nothing(function: Callable[..., Any], text: str
     assert len(cache) == 2 and torch.equal(cache[0], x + 1) and vars(thing) == vars(Thing())  # type: ignore[arg-type]
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x)
+        return Unknown.apply(x)
 
 
 def test_the_module_of_what_is_refused_is_named() -> None:
     net = nn.Sequential(nn.Conv2d(3, 3, 3), Doubling(), nn.Conv2d(3, 3, 3))
-    with pytest.raises(pc.NotServed, match=r"Doubled \(in 1\) is not served: gradients of an autograd.Function"):
+    with pytest.raises(pc.NotServed, match=r"Unknown \(in 1\) is not served: gradients of an autograd.Function"):
         pc.tile(net.double(), structured((1, 3, 12, 10)), tile=4)
 
 

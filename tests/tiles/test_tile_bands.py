@@ -311,3 +311,18 @@ def test_arrays_are_read_and_written_by_bands(tmp_path: Path) -> None:
     assert banded(net, read, (4, 20), out=written) is written
     alike(torch.from_numpy(numpy.array(written)), net(x))
     alike(banded(net, read, (4, 20)), net(x))
+
+
+@torch.no_grad()
+def test_a_plan_of_a_number_in_bands_is_printed() -> None:
+    """Its result has no columns to be named."""
+
+    def total(x: Tensor) -> Tensor:
+        return x.tanh().square().sum()
+
+    x = structured((2, 8, 40, 40))
+    with pytest.raises(pc.BudgetError) as refused:
+        pc.tile_plan(total, x, budget=1)
+    plan = pc.tile_plan(total, x, budget=refused.value.least)
+    assert plan.sweeps[0].bands > 1 and "one after the other; what they share" in str(plan)
+    torch.testing.assert_close(pc.tile(total, x, budget=refused.value.least), total(x), rtol=1e-9, atol=0)

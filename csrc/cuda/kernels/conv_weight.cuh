@@ -10,6 +10,7 @@ namespace patchconv::kernels {
 constexpr int kTileChannels = 64;
 constexpr int kSegmentPlaces = 32;
 constexpr int kMostTaps = 3;
+constexpr int kMostStages = 4;
 constexpr int kTilePitch = kTileChannels + 8;  // so that consecutive rows lie in different banks
 // Rows of a segment: first those of the small grid, then those of the big one.
 constexpr int kMostRows = kSegmentPlaces * (1 + kMostTaps);
@@ -39,9 +40,9 @@ struct WeightPart {
   int64_t small, big;        // offset of the first channel
   int small_left, big_left;  // channels from there on
   TileRow rows[kMostRows];
-  uint32_t
-      offsets[kMostRows];  // of a row: bytes from the segment's first place, if they are a sum (Loads::kSums)
-  Segment segments[4];     // in the tiles of each stage
+  // Of a row: bytes from the segment's first place, if they are a sum (Loads::kSums).
+  uint32_t offsets[kMostRows];
+  Segment segments[kMostStages];  // in the tiles of each stage
 };
 static_assert(sizeof(WeightPart) % 16 == 0);
 
@@ -118,7 +119,7 @@ struct WeightTile {
   static constexpr int kMostPieces = kMostRows * kPieces / kThreads;  // per thread
   static constexpr int kSmallPieces = kSegmentPlaces * kPieces / kThreads;
   static constexpr int kRowsAtOnce = kThreads / kPieces;  // that all threads copy
-  static constexpr int kStages = sizeof(T) == 4 ? 2 : 4;
+  static constexpr int kStages = sizeof(T) == 4 ? 2 : kMostStages;
   static constexpr int kGatherStages = 2;
   using Piece = Vec<T, kCount>;
 
