@@ -60,12 +60,15 @@ class Graded(Bands):
     def __init__(
         self, graph: Graph, dims: Sequence[int], wishes: Wishes, base: Graded | None = None, kinds: Kinds | None = None
     ) -> None:
-        """kinds: in place of the graph's own, of which `base` is; what that has learned is shared."""
+        """kinds: in place of the graph's own, of which `base` is; what that has learned is shared.
+
+        `base` itself isn't held: it holds this one, and the two would live on until the next garbage collection.
+        """
         self._given = kinds
         super().__init__(graph, dims, wishes)
-        self._base = base
         if base is not None:
             self._learned = dataclasses.replace(base._learned, needed={})
+            self._costs = base._costs.of_kinds(self.kinds)
             self._ways = [(self._planner(widths, rough=True), widths) for _, widths in self._ways]
         if self._room is not None:
             self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
@@ -79,14 +82,15 @@ class Graded(Bands):
         return self._given or super()._kinds(graph, dims)
 
     @functools.cached_property
-    def _all(self) -> list[Graded]:
-        """This one, and others whose sweeps are parted so that what lies between can be stored."""
-        found = [self]
-        for parts in PARTS:
-            if parts > self._exact.count:
-                kinds = parted(self._graph, self.kinds, self._part_begins(parts))
-                found.append(Graded(self._graph, self._dims, self._wishes, self, kinds))
-        return found
+    def _parted(self) -> list[Graded]:
+        """Others, whose sweeps are parted so that what lies between can be stored."""
+        return [
+            Graded(
+                self._graph, self._dims, self._wishes, self, parted(self._graph, self.kinds, self._part_begins(parts))
+            )
+            for parts in PARTS
+            if parts > self._exact.count
+        ]
 
     def _part_begins(self, count: int) -> list[int]:
         """The calls at which so many parts begin: of about as much arithmetic each, with little to store between."""
@@ -108,8 +112,6 @@ class Graded(Bands):
 
     @functools.cached_property
     def _costs(self) -> BackwardCosts:
-        if self._base is not None:
-            return self._base._costs.of_kinds(self.kinds)
         stored = self._exact.everything_stored()
         choice = self._exact.choose(stored, None)
         return BackwardCosts(self._plan(self._exact, stored, choice), choice.answers)
@@ -117,8 +119,8 @@ class Graded(Bands):
     def fitting(self) -> TilePlan | None:
         """Of the routes that fit, that of the least arithmetic."""
         best: TilePlan | None = None
-        least_work, tried = math.inf, dict.fromkeys(self._all, 0)
-        routes = [(way, route) for way in self._all for route in way._routes]
+        least_work, tried = math.inf, dict.fromkeys([self, *self._parted], 0)
+        routes = [(way, route) for way in tried for route in way._routes]
         for way, route in sorted(routes, key=lambda one: one[1].work):
             if route.work >= least_work:
                 break
@@ -361,7 +363,7 @@ class Graded(Bands):
     @functools.cached_property
     def _least(self) -> Least:
         """Of the smallest tiles, the plan of the route that takes the least."""
-        routes = [(way, route) for way in self._all for route in (way._of_nothing_stored(), *way._routes)]
+        routes = [(way, route) for way in (self, *self._parted) for route in (way._of_nothing_stored(), *way._routes)]
         guesses = [max(way._guess(route, number) for number in way._smallest()) for way, route in routes]
         best: Least | None = None
         below = math.inf
