@@ -7,6 +7,8 @@ from typing import Any
 
 MARGIN = {"cpu": 0.03, "cuda": 0.10}
 """By device, the share of a predicted peak by which the real one may be higher (CUDA: tried with a small U-Net)."""
+MARGIN_OF_BACKWARD = 0.10
+"""In place of MARGIN's, of a tiled call with gradients: what libraries take in a backward pass is known less well."""
 
 
 def least_budget(peak: int, margin: float) -> int:

@@ -73,7 +73,7 @@ class Backward:
         self.grads: dict[int, Tensor] = {}
         """Of images, of stored values and of results that are cut."""
         self._plan, self._kinds = plan, plan.kinds
-        self._graph = _swapped(plan.graph, swaps)
+        self._graph = swapped(plan.graph, swaps)
         self._run = dataclasses.replace(run, graph=self._graph)
         asked = {v for v in run.inputs if getattr(run.inputs[v].x, "requires_grad", False)}
         self._needs = (plan.graph.needs - set(plan.graph.inputs)) | asked
@@ -344,5 +344,6 @@ def _moving_nothing(call: Call) -> Call:
     return call.with_constants(copies) if copies else call
 
 
-def _swapped(graph: Graph, swaps: dict[int, Tensor]) -> Graph:
+def swapped(graph: Graph, swaps: dict[int, Tensor]) -> Graph:
+    """The graph with other constants, by the ids of its own."""
     return dataclasses.replace(graph, calls=[call.with_constants(swaps) for call in graph.calls])

@@ -114,7 +114,7 @@ class BackwardCosts:
         self.always = sum(whole.values()) + answers + sums + graph.made
         """Bytes of what is there during the whole pass: whole values, and sums of gradients of parameters."""
         with graph.mode, torch.no_grad():
-            self._swaps = {key: _like(graph.mode, one) for key, one in constants.items()}
+            self._swaps = {key: like(graph.mode, one) for key, one in constants.items()}
             self._grads = {v: torch.empty_like(graph.fakes[v]) for v in graph.needs if v in self.kinds.dims}
             self._sums = _sums_of_gradients(self._swaps)
             images: dict[int, Any] = {
@@ -195,7 +195,8 @@ def _sums_of_gradients(constants: dict[int, Tensor]) -> dict[int, Tensor]:
     return found
 
 
-def _like(mode: Any, constant: Tensor) -> Tensor:
+def like(mode: Any, constant: Tensor) -> Tensor:
+    """A constant without data, as a leaf."""
     made = constant.detach()
     if not isinstance(made, FakeTensor):
         made = mode.from_tensor(made)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .._budget import largest_peak
+from .._budget import MARGIN_OF_BACKWARD, largest_peak
 from .backward_costs import BackwardCosts
 from .backward_tiles import Tiles
 from .choices import Choice, Planner
@@ -24,8 +24,6 @@ from .strip_sizes import tile_bytes, tile_step_work
 from .sweeps import bytes_of, leading_to
 from .ways import Bands, narrower
 
-MARGIN_OF_BACKWARD = 0.10
-"""In place of MARGIN's: what libraries take in a backward pass is known less well."""
 STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Numbers of stretches that are looked at."""
 PARTS = (2, 4, 8)

@@ -77,6 +77,11 @@ class TilePlan:
         """Whether nothing is cut."""
         return not self.kinds.dims
 
+    @property
+    def kept_by_autograd(self) -> bool:
+        """Whether gradients are those of the module's calls, as autograd keeps them: there is no other backward pass."""
+        return bool(self.graph.needs) and not self.stretches
+
     def __str__(self) -> str:
         sizes = ", ".join(str(list(self.graph.fakes[v].shape)) for v in self.graph.inputs)
         lines = [
@@ -125,7 +130,8 @@ class TilePlan:
                 some = f"{len(again)} of {_count(len(self.stored), 'stored value')}"
                 lines.append(f"again       {some}, for some sweeps of the backward pass at a time")
         if self.at_once:
-            lines.append("at once     as one call of the module: each value is freed when it is read last")
+            freed = "autograd keeps what it keeps of it" if self.kept_by_autograd else "each value is freed when it is read last"
+            lines.append(f"at once     as one call of the module: {freed}")
             return "\n".join(lines)
         whole = (f"whole       {self.graph.calls[place].where}: {why}" for place, why in self.kinds.why.items())
         lines += dict.fromkeys(whole)

@@ -20,7 +20,7 @@ from .._bytes import parse_bytes
 from ..spatial import NotServed
 from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
-from .at_once import AtOnce
+from .at_once import AtOnce, computed_at_once
 from .calls import Progress, computed
 from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
@@ -249,7 +249,11 @@ def _planned(
         outside = Outside(store, copies, counts, ahead, host, written, shared)
         return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
-    at_once = None if tiles or graph.needs or shared is not None else AtOnce(graph, wishes(graph, None))
+    stays_whole = not tiles and shared is None and not (graph.needs and room is None)
+    at_once = AtOnce(graph, wishes(graph, None)) if stays_whole else None
+    whole = at_once.fitting() if at_once is not None and graph.needs else None
+    if whole is not None:
+        return whole  # tiles would compute the forward pass twice
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
@@ -345,7 +349,9 @@ def run_plan(
     with _undone_on_error(plan.graph):
         if plan.outside.shared is not None and not are_fake(images.values()):
             check_alike(plan, plan.outside.shared)
-        if are_fake(images.values()):
+        if plan.kept_by_autograd:
+            found = computed_at_once(plan, images)
+        elif are_fake(images.values()):
             found = results_of(plan, images)
         elif plan.graph.needs:
             found = with_history(plan, images, progress)
