@@ -1,10 +1,11 @@
-"""A plan in which nothing is cut: the recorded calls on whole values, one after the other, as the module makes them. With
-gradients autograd keeps what it keeps of these calls. So no budget is refused that one call of the module keeps.
+"""A plan in which nothing is cut: the recorded calls on whole values, one after the other, as the module makes them.
+With gradients autograd keeps what it keeps of these calls, or of this package's in their place, which is less. So no
+budget is refused that one call of the module keeps.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._budget import MARGIN, MARGIN_OF_BACKWARD
+from ..lean import lean
 from ..memory.fake import Storages
 from .arrays import Source
 from .backward import swapped
@@ -33,19 +35,28 @@ class AtOnce:
             level=dict.fromkeys(range(len(graph.fakes)), 0), start=[0] * count, questions=[0] * count,
             gathers=[True] * count,
         )  # fmt: skip
+        self._known: dict[bool, Least] = {}
+
+    @staticmethod
+    def ways(graph: Graph) -> tuple[bool, ...]:
+        """Whether in `lean`, which takes less for gradients."""
+        return (False, True) if graph.needs else (False,)
 
     def least(self) -> Least:
-        return self._found
+        return min(map(self._found, self.ways(self._graph)), key=lambda found: found[0].needs)
 
     def fitting(self) -> TilePlan | None:
-        plan, _ = self._found
-        return plan if fits(plan) else None
+        return next((plan for plan, _ in map(self._found, self.ways(self._graph)) if fits(plan)), None)
 
-    @functools.cached_property
-    def _found(self) -> Least:
+    def _found(self, in_lean: bool) -> Least:
+        if in_lean not in self._known:
+            self._known[in_lean] = self._looked_at(in_lean)
+        return self._known[in_lean]
+
+    def _looked_at(self, in_lean: bool) -> Least:
         graph, wishes = self._graph, self._wishes
         last = last_uses(graph, self.kinds, set(graph.results), [])
-        peak, where = self._peak(last)
+        peak, where = self._peak(last, in_lean)
         made = set(graph.results) - set(graph.inputs)
         sizes = {graph.fakes[v].untyped_storage()._cdata: bytes_of(graph, v) for v in made}
         result = 0 if wishes.out else sum(sizes.values())
@@ -53,10 +64,11 @@ class AtOnce:
         plan = TilePlan(
             graph, self.kinds, [], set(), last, set(), wishes.budget, max(peak - result, 0), margin, 1.0, 0,
             os.fspath(wishes.outside.store), result * wishes.outside.result, wishes.name, wishes.outside,
+            in_lean=in_lean,
         )  # fmt: skip
         return plan, lambda: where
 
-    def _peak(self, last: dict[int, tuple[int, int]]) -> tuple[int, str]:
+    def _peak(self, last: dict[int, tuple[int, int]], in_lean: bool) -> tuple[int, str]:
         """The most bytes, results included, and where they are there: of a run without data. With gradients, of both
         passes, without the gradients that were asked for.
         """
@@ -79,7 +91,8 @@ class AtOnce:
                 most, where = peak.most, graph.calls[place].where
 
         with graph.mode, torch.set_grad_enabled(bool(graph.needs)), counted:
-            run_between(run, 0, last, done)
+            with lean() if in_lean else contextlib.nullcontext():
+                run_between(run, 0, last, done)
             differentiated = [v for v in grads if run.whole[v].requires_grad]
             if differentiated:
                 torch.autograd.backward([run.whole[v] for v in differentiated], [grads[v] for v in differentiated])
@@ -97,5 +110,6 @@ def computed_at_once(plan: TilePlan, images: dict[int, Any]) -> dict[int, Tensor
     run = Run(plan.graph, plan.kinds, set(), {}, Store("device"))
     for v, image in images.items():
         run.whole[v] = image.to(device) if isinstance(image, Tensor) else Source("tile", image, device).all()
-    run_between(run, 0, plan.last)
+    with lean() if plan.in_lean else contextlib.nullcontext():
+        run_between(run, 0, plan.last)
     return run.whole

@@ -135,7 +135,7 @@ class _Tiled(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise NotServed("tile: second derivatives (create_graph=True) are not served")
+            raise NotServed("tile: second derivatives (create_graph=True) are not served where the image is cut")
         taped: _Taped = ctx.taped
         kept = tree_unflatten(list(ctx.saved_tensors), taped.spec)
         once = not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -66,6 +66,8 @@ class TilePlan:
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
     overhead: float = 0.0
     """What the steps of its tiles cost besides, estimated in the same units."""
+    in_lean: bool = False
+    """At once, whether this package's functions are called in place of stock's, as in `lean`."""
 
     @property
     def needs(self) -> int:
@@ -79,7 +81,7 @@ class TilePlan:
 
     @property
     def kept_by_autograd(self) -> bool:
-        """Whether gradients are those of the module's calls, as autograd keeps them: there is no other backward pass."""
+        """Whether autograd keeps the history of the module's calls, as without tiles."""
         return bool(self.graph.needs) and not self.stretches
 
     def __str__(self) -> str:
@@ -130,8 +132,7 @@ class TilePlan:
                 some = f"{len(again)} of {_count(len(self.stored), 'stored value')}"
                 lines.append(f"again       {some}, for some sweeps of the backward pass at a time")
         if self.at_once:
-            freed = "autograd keeps what it keeps of it" if self.kept_by_autograd else "each value is freed when it is read last"
-            lines.append(f"at once     as one call of the module: {freed}")
+            lines.append(f"at once     as one call of the module: {self._freed()}")
             return "\n".join(lines)
         whole = (f"whole       {self.graph.calls[place].where}: {why}" for place, why in self.kinds.why.items())
         lines += dict.fromkeys(whole)
@@ -139,6 +140,11 @@ class TilePlan:
         for sweep in self.sweeps:
             lines.append(self._line(sweep))
         return "\n".join(lines)
+
+    def _freed(self) -> str:
+        if not self.kept_by_autograd:
+            return "each value is freed when it is read last"
+        return "autograd keeps what it keeps of it" + ", converted by `lean`" * self.in_lean
 
     def _bands(self) -> list[Region]:
         """Of the result that the last sweep gives, the bands. Nothing: the result is not cut."""

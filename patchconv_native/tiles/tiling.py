@@ -83,10 +83,11 @@ def tile(
     a video, (N, C, T, H, W), 2 is the time, and -2 the rows. 0: the batch, some samples at a time; `tile` then counts
     samples, rows and columns. To keep a budget, a batch is cut whatever `dim` is.
 
-    Gradients: the call is one autograd node. The budget is then that of both passes, above the gradients of the images
-    and of the parameters too. With `out` they are not served. Raises NotServed, a NotImplementedError, naming the
-    function and its module, where a function has no rule, or where what the module does depends on the values of
-    pixels; BudgetError (with `least`, in bytes) for a budget that cannot be kept. Both before anything is computed.
+    Gradients: the budget is then that of both passes, above the gradients of the images and of the parameters too. In
+    one that a step of the module keeps nothing is cut; else the call is one autograd node. With `out` gradients are not
+    served. Raises NotServed, a NotImplementedError, naming the function and its module, where a function has no rule,
+    or where what the module does depends on the values of pixels; BudgetError (with `least`, in bytes) for a budget
+    that cannot be kept. Both before anything is computed.
     """
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
@@ -168,14 +169,20 @@ def budget_of(owner: str, budget: int | str | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _without_inference_mode() -> Iterator[None]:
-    """Values without data may be viewed like others then. Gradients are on if they were outside of that mode."""
+def _unseen() -> Iterator[None]:
+    """For values without data. Without inference mode they may be viewed like others; gradients are on if they were
+    outside of that mode. What autograd saves of them is not for the caller's hooks, such as those of a checkpoint.
+    """
     with_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(with_gradients))
+        if with_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         yield
 
 
-@_without_inference_mode()
+@_unseen()
 def record_call(
     owner: str, module: Any, forward: Callable[..., Any], arguments: Arguments, keep_changes: bool
 ) -> Graph:
@@ -209,7 +216,7 @@ def record_call(
     return graph
 
 
-@_without_inference_mode()
+@_unseen()
 def plan_graph(
     owner: str, module: Any, graph: Graph, arguments: Arguments, room: int | None, tiles: tuple[int, ...] = (),
     store: Where = "device", out: Any = None, out_later: bool = False,

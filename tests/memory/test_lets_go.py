@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import patchconv_native as pc
 import pytest
 import torch
 from torch import Tensor, nn
+
+import patchconv_native as pc
 
 Call = Callable[[nn.Module, Tensor], Any]
 

@@ -1,0 +1,119 @@
+"""With gradients, in the budget of one step of the module: its calls run at once, and autograd keeps what it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.checks import ON_AVX512
+from support.spatial_chains import structured
+from test_tile_gradients import SMALL, assert_alike, graded, images
+from test_tile_training import NETS, stepped
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import patchconv_native as pc
+from patchconv_native._budget import MARGIN_OF_BACKWARD, least_budget
+from patchconv_native.tiles.at_once import AtOnce
+
+
+@pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
+@pytest.mark.parametrize(("name", "asked"), [(name, place % 2 == 0) for place, name in enumerate(NETS)])
+def test_a_budget_that_one_step_keeps_is_not_refused(name: str, asked: bool) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name](), structured((2, 3, 96, 80)).float().requires_grad_(asked)
+    stock = copy.deepcopy(net)
+    theirs, want = stepped(stock, x, stock)
+    wanted = x.grad
+    budget = least_budget(theirs + 256, MARGIN_OF_BACKWARD)
+    plan = pc.tile_plan(net, x, budget=budget)
+    assert plan.at_once and "at once     as one call of the module: autograd keeps" in str(plan)
+    assert plan.in_lean == (name == "converted")
+    peak, got = stepped(net, x, lambda x: pc.tile(net, x, budget=budget))
+    assert peak <= budget and abs(plan.peak - peak) <= 0.01 * peak
+    assert_alike(
+        [got, *(p.grad for p in net.parameters()), *net.buffers(), *([x.grad] if asked else [])],
+        [want, *(p.grad for p in stock.parameters()), *stock.buffers(), *([wanted] if asked else [])], within=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("in_lean", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradients_at_once_are_those_of_one_call(name: str, in_lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, given = SMALL[name]().double(), images(1, 2, (26, 19))
+    stock = copy.deepcopy(net)
+    if in_lean:
+        monkeypatch.setattr(AtOnce, "ways", staticmethod(lambda graph: (True,)))
+    plan = pc.tile_plan(net, given[0], budget="1GiB")
+    assert plan.at_once and plan.in_lean == in_lean
+    expected = graded(stock, given, stock), list(stock.buffers())
+    assert_alike((graded(net, given, lambda x: pc.tile(net, x, budget="1GiB")), list(net.buffers())), expected)
+
+
+def test_dropout_does_not_depend_on_the_budget() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Dropout(0.3), nn.Dropout2d(0.2), nn.Conv2d(8, 2, 3)).double()
+    x = structured((2, 3, 64, 48)).requires_grad_()
+    found = []
+    for budget in ("1GiB", "1MiB"):
+        assert pc.tile_plan(net, x, budget=budget).at_once == (budget == "1GiB")
+        torch.manual_seed(3)
+        y = pc.tile(net, x, budget=budget)
+        found.append([y.detach(), torch.rand(1), *torch.autograd.grad(y.square().sum(), [x, *net.parameters()])])
+    assert_alike(*found)
+
+
+def test_second_derivatives_are_those_of_one_call_or_refused() -> None:
+    net, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.Conv2d(8, 2, 3)).double(), structured((1, 3, 48, 40))
+    x.requires_grad_()
+
+    def second(call: Callable[[Tensor], Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    torch.testing.assert_close(second(lambda x: pc.tile(net, x, budget="1GiB")), second(net))
+    with pytest.raises(pc.NotServed, match="second derivatives"):
+        second(lambda x: pc.tile(net, x, budget="512KiB"))
+
+
+AROUND: dict[str, Callable[..., Tensor]] = {
+    "pc.checkpoint": pc.checkpoint,
+    "torch's": lambda call, x: checkpoint(call, x, use_reentrant=False),
+    "torch's, reentrant": lambda call, x: checkpoint(call, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+@pytest.mark.parametrize("budget", ["1GiB", "3MiB"])
+def test_a_checkpoint_around(how: str, budget: str) -> None:
+    """What planning saves of values without data is not the checkpoint's."""
+    torch.manual_seed(0)
+    net, x = NETS["in training"]().double(), structured((2, 3, 64, 48)).requires_grad_()
+    stock, tiled = copy.deepcopy(net), pc.tile_modules(net, "", budget)
+    assert pc.tile_plan(net, x, budget=budget).at_once == (budget == "1GiB")
+    expected = graded(stock, [x], stock)
+    assert_alike(graded(tiled, [x], lambda x: AROUND[how](tiled, x)), expected)
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "3MiB"])
+def test_hooks_see_what_is_saved_and_nothing_of_planning(budget: str) -> None:
+    net, x = NETS["in training"]().double(), structured((2, 3, 64, 48))
+    seen: list[Any] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        seen.append(type(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        pc.tile(net, x, budget=budget).sum().backward()
+    assert seen and set(seen) <= {Tensor, nn.Parameter}
+
+
+def test_a_step_without_data_takes_what_it_takes() -> None:
+    net, x = NETS["in training"](), structured((2, 3, 96, 80)).float()
+    tiled = pc.tile_modules(net, "", "1GiB")
+    real, fake = (pc.memory.trace(tiled, x, fake=fake).peak for fake in (False, True))
+    assert abs(real - fake) <= 0.02 * real
