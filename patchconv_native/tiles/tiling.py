@@ -177,7 +177,7 @@ def _unseen() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
-        if with_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if with_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         yield
 
