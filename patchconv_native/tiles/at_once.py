@@ -1,115 +1,143 @@
-"""A plan in which nothing is cut: the recorded calls on whole values, one after the other, as the module makes them.
-With gradients autograd keeps what it keeps of these calls, or of this package's in their place, which is less. So no
-budget is refused that one call of the module keeps.
+"""Plans in which nothing is cut: the recorded calls on whole values, one after the other, as the module makes them.
+With gradients autograd keeps what it keeps of these calls, or of this package's in their place, or of some parts alone.
+So no budget is refused that one call of the module keeps.
 """
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from .._budget import MARGIN, MARGIN_OF_BACKWARD
-from ..lean import lean
 from ..memory.fake import Storages
-from .arrays import Source
 from .backward import swapped
 from .backward_costs import like
 from .costs import PeakOf
 from .graph import Graph
-from .kinds import Kinds, last_uses
+from .kinds import last_uses
 from .plan import Least, TilePlan, Wishes, fits
 from .run import Run, run_between
 from .stores import Store
-from .sweeps import bytes_of
+from .sweeps import balanced, bytes_of
+from .whole import computed_whole, uncut
+
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of parts that are looked at, of calls that are computed again in the backward pass."""
+WORSE = 3
+"""So many in turn that take no less end the search."""
 
 
 class AtOnce:
+    """Of a call without gradients: each value is freed when it is read last."""
+
     def __init__(self, graph: Graph, wishes: Wishes) -> None:
         self._graph, self._wishes = graph, wishes
-        count = len(graph.calls)
-        self.kinds = Kinds(
-            level=dict.fromkeys(range(len(graph.fakes)), 0), start=[0] * count, questions=[0] * count,
-            gathers=[True] * count,
-        )  # fmt: skip
-        self._known: dict[bool, Least] = {}
-
-    @staticmethod
-    def ways(graph: Graph) -> tuple[bool, ...]:
-        """Whether in `lean`, which takes less for gradients."""
-        return (False, True) if graph.needs else (False,)
+        self._found: list[Least] = []
 
     def least(self) -> Least:
-        return min(map(self._found, self.ways(self._graph)), key=lambda found: found[0].needs)
+        return min(self._all(), key=lambda one: one[0].needs)
 
     def fitting(self) -> TilePlan | None:
-        return next((plan for plan, _ in map(self._found, self.ways(self._graph)) if fits(plan)), None)
+        """The fastest that fits."""
+        return next((plan for plan, _ in self._all() if fits(plan)), None)
 
-    def _found(self, in_lean: bool) -> Least:
-        if in_lean not in self._known:
-            self._known[in_lean] = self._looked_at(in_lean)
-        return self._known[in_lean]
+    def _all(self) -> Iterator[Least]:
+        """The fastest ones first. Each is looked at once."""
+        if not self._found:
+            self._found.append(self._plan(*self._peak()))
+        yield from self._found
 
-    def _looked_at(self, in_lean: bool) -> Least:
-        graph, wishes = self._graph, self._wishes
-        last = last_uses(graph, self.kinds, set(graph.results), [])
-        peak, where = self._peak(last, in_lean)
+    def _plan(self, peak: int, where: str, begins: Sequence[int] = (), in_lean: bool = False) -> Least:
+        """peak: results included."""
+        graph, wishes, kinds = self._graph, self._wishes, uncut(self._graph)
         made = set(graph.results) - set(graph.inputs)
         sizes = {graph.fakes[v].untyped_storage()._cdata: bytes_of(graph, v) for v in made}
         result = 0 if wishes.out else sum(sizes.values())
+        copies = sum(count * bytes_of(graph, v) for v, count in wishes.outside.inputs.items())
+        last = last_uses(graph, kinds, set(graph.results), [])
         margin = MARGIN_OF_BACKWARD if graph.needs else MARGIN[wishes.device]
         plan = TilePlan(
-            graph, self.kinds, [], set(), last, set(), wishes.budget, max(peak - result, 0), margin, 1.0, 0,
-            os.fspath(wishes.outside.store), result * wishes.outside.result, wishes.name, wishes.outside,
-            in_lean=in_lean,
+            graph, kinds, [], set(), last, set(), wishes.budget, max(peak + copies + graph.made - result, 0), margin,
+            1.0, 0, os.fspath(wishes.outside.store), result * wishes.outside.result, wishes.name, wishes.outside,
+            parts=list(begins), in_lean=in_lean,
         )  # fmt: skip
         return plan, lambda: where
 
-    def _peak(self, last: dict[int, tuple[int, int]], in_lean: bool) -> tuple[int, str]:
-        """The most bytes, results included, and where they are there: of a run without data. With gradients, of both
-        passes, without the gradients that were asked for.
-        """
+    def _peak(self) -> tuple[int, str]:
+        """The most bytes, and the call during which they are there: of a run without data."""
         graph, device = self._graph, self._graph.device
-        peak, most, where = PeakOf(device.type), 0, ""
-        constants = {id(one): one for call in graph.calls for one in call.constants} if graph.needs else {}
+        peak, most = PeakOf(device.type), (0, 0)
+        counted = Storages(peak, device, graph.casts)
+        counted.there_before([graph.fakes[v] for v in graph.inputs])
+        run = Run(graph, uncut(graph), set(), {}, Store("device"))
+        run.whole = {v: graph.fakes[v] for v in graph.inputs}
+
+        def done(place: int) -> None:
+            nonlocal most
+            if peak.most > most[0]:
+                most = peak.most, place
+
+        with graph.mode, torch.no_grad(), counted:
+            run_between(run, 0, last_uses(graph, run.kinds, set(graph.results), []), done)
+        return most[0], graph.calls[most[1]].where
+
+
+class StepAtOnce(AtOnce):
+    """Of a call with gradients."""
+
+    def _all(self) -> Iterator[Least]:
+        ways = [([0], False), ([0], True), *((begins, True) for begins in self._parts())]
+        least, worse = math.inf, 0
+        for number, (begins, in_lean) in enumerate(ways):
+            if number == len(self._found):
+                self._found.append(self._of_parts(begins, in_lean))
+            yield self._found[number]
+            peak = self._found[number][0].peak
+            least, worse = (peak, 0) if peak < least else (least, worse + 1)
+            if worse == WORSE:
+                return
+
+    def _parts(self) -> Iterator[list[int]]:
+        """Where parts begin that make about as many bytes each, with little that is read after their ends."""
+        graph, made, last = self._graph, {}, {}
+        for place, call in enumerate(graph.calls):
+            made.update(dict.fromkeys(call.outputs, place))
+            last.update(dict.fromkeys(call.inputs, place))
+        live, before = [0] * len(graph.calls), [0] * (len(graph.calls) + 1)
+        for v, begin in made.items():
+            for place in range(begin + 1, last.get(v, begin) + 1):
+                live[place] += bytes_of(graph, v)
+        for place, call in enumerate(graph.calls):
+            before[place + 1] = before[place] + sum(bytes_of(graph, v) for v in call.outputs)
+        known: list[list[int]] = []
+        for count in PARTS:
+            begins = [0, *balanced(before, live, count)]
+            if begins not in known and len(begins) > 1:
+                known.append(begins)
+                yield begins
+
+    def _of_parts(self, begins: Sequence[int], in_lean: bool) -> Least:
+        """Both passes on values without data, above the gradients that are asked for."""
+        graph, device = self._graph, self._graph.device
+        peak = PeakOf(device.type)
+        constants = {id(one): one for call in graph.calls for one in call.constants}
         with graph.mode, torch.no_grad():
             swaps = {key: like(graph.mode, one) for key, one in constants.items()}
             images = {v: graph.fakes[v].detach().requires_grad_(v in graph.needs) for v in graph.inputs}
             grads = {v: torch.empty_like(graph.fakes[v]) for v in set(graph.results) & graph.needs}
-        casts = {(id(swaps.get(key, key)), dtype): size for (key, dtype), size in graph.casts.items()}
-        counted = Storages(peak, device, casts if graph.needs else graph.casts)
+        casts = {(id(swaps[key]), dtype): size for (key, dtype), size in graph.casts.items() if key in swaps}
+        counted = Storages(peak, device, casts)
         counted.there_before([*images.values(), *swaps.values(), *grads.values()])
-        run = Run(swapped(graph, swaps), self.kinds, set(), {}, Store("device"))
-        run.whole = dict(images)
-
-        def done(place: int) -> None:
-            nonlocal most, where
-            if peak.most > most:
-                most, where = peak.most, graph.calls[place].where
-
-        with graph.mode, torch.set_grad_enabled(bool(graph.needs)), counted:
-            with lean() if in_lean else contextlib.nullcontext():
-                run_between(run, 0, last, done)
-            differentiated = [v for v in grads if run.whole[v].requires_grad]
-            if differentiated:
-                torch.autograd.backward([run.whole[v] for v in differentiated], [grads[v] for v in differentiated])
-        if peak.most > most:
-            where = "the backward pass"
+        with graph.mode, counted, torch.enable_grad():
+            results = computed_whole(swapped(graph, swaps), images, begins, in_lean)
+            forward = peak.most
+            some = [v for v in grads if results[v].requires_grad]
+            if some:
+                torch.autograd.backward([results[v] for v in some], [grads[v] for v in some])
         asked = [*images.values(), *(swaps[key] for key, one in constants.items() if one.is_leaf)]
         gradients = sum(one.grad.nbytes for one in asked if one.grad is not None)
-        copies = sum(count * bytes_of(graph, v) for v, count in self._wishes.outside.inputs.items())
-        return peak.most - gradients + copies + graph.made, where
-
-
-def computed_at_once(plan: TilePlan, images: dict[int, Any]) -> dict[int, Tensor]:
-    """The module's results, by their numbers, with the history that autograd makes of its calls."""
-    device = plan.graph.device
-    run = Run(plan.graph, plan.kinds, set(), {}, Store("device"))
-    for v, image in images.items():
-        run.whole[v] = image.to(device) if isinstance(image, Tensor) else Source("tile", image, device).all()
-    with lean() if plan.in_lean else contextlib.nullcontext():
-        run_between(run, 0, plan.last)
-    return run.whole
+        where = f"its {'backward' if peak.most > forward else 'forward'} pass"
+        return self._plan(peak.most - gradients, where, begins, in_lean)

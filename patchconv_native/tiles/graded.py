@@ -21,7 +21,7 @@ from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
 from .strip_sizes import tile_bytes, tile_step_work
-from .sweeps import bytes_of, leading_to
+from .sweeps import balanced, bytes_of, leading_to
 from .ways import Bands, narrower
 
 STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -106,7 +106,7 @@ class Graded(Bands):
         for v in made.keys() & read.keys() & self.kinds.dims.keys():
             for place in range(made[v] + 1, read[v] + 1):
                 live[place] += bytes_of(self._graph, v)
-        return _balanced(before, live, count)
+        return balanced(before, live, count)
 
     @functools.cached_property
     def _costs(self) -> BackwardCosts:
@@ -200,7 +200,7 @@ class Graded(Bands):
         bytes_ = {v: bytes_of(self._graph, v) for v in stored}
         before = [sum(bytes_[v] for v in stored if level[v] < n) for n in numbers]
         live = [sum(bytes_[v] for v in stored if level[v] < n <= last[v]) for n in numbers[:-1]]
-        return [0, *_balanced(before, live, count)]
+        return [0, *balanced(before, live, count)]
 
     def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
         graph, level, planner = self._graph, self.kinds.level, self._exact
@@ -405,16 +405,3 @@ class Graded(Bands):
             found = self._forward(route, room) or found
         plan = self._with_tiles(found, route, self._smallest(), room)
         return plan, lambda: found[1].where(route.stored, found[2])
-
-
-def _balanced(before: Sequence[float], live: Sequence[float], count: int) -> list[int]:
-    """The places, besides the first, at which `count` parts of about the same size begin: where there is little that
-    lives on. before: of each place, and of the end, the size of all that comes before.
-    """
-    total, found = before[-1], set()
-    for part in range(1, count):
-        goal = total * part / count
-        near = [place for place in range(1, len(live)) if abs(before[place] - goal) <= total / (2 * count)]
-        if near:
-            found.add(min(near, key=lambda place: (live[place], abs(before[place] - goal))))
-    return sorted(found)

@@ -66,6 +66,8 @@ class TilePlan:
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
     overhead: float = 0.0
     """What the steps of its tiles cost besides, estimated in the same units."""
+    parts: list[int] = field(default_factory=list)
+    """At once, with gradients: the calls at which parts begin. All but the last are checkpoints."""
     in_lean: bool = False
     """At once, whether this package's functions are called in place of stock's, as in `lean`."""
 
@@ -82,7 +84,7 @@ class TilePlan:
     @property
     def kept_by_autograd(self) -> bool:
         """Whether autograd keeps the history of the module's calls, as without tiles."""
-        return bool(self.graph.needs) and not self.stretches
+        return bool(self.parts)
 
     def __str__(self) -> str:
         sizes = ", ".join(str(list(self.graph.fakes[v].shape)) for v in self.graph.inputs)
@@ -132,7 +134,7 @@ class TilePlan:
                 some = f"{len(again)} of {_count(len(self.stored), 'stored value')}"
                 lines.append(f"again       {some}, for some sweeps of the backward pass at a time")
         if self.at_once:
-            lines.append(f"at once     as one call of the module: {self._freed()}")
+            lines.append(f"at once     as one call of the module: {self._kept()}")
             return "\n".join(lines)
         whole = (f"whole       {self.graph.calls[place].where}: {why}" for place, why in self.kinds.why.items())
         lines += dict.fromkeys(whole)
@@ -141,10 +143,13 @@ class TilePlan:
             lines.append(self._line(sweep))
         return "\n".join(lines)
 
-    def _freed(self) -> str:
+    def _kept(self) -> str:
         if not self.kept_by_autograd:
             return "each value is freed when it is read last"
-        return "autograd keeps what it keeps of it" + ", converted by `lean`" * self.in_lean
+        lean = ", in `lean`" * self.in_lean
+        if len(self.parts) == 1:
+            return f"autograd keeps what it keeps of it{lean}"
+        return f"{len(self.parts)} parts, of which all but the last are checkpoints{lean}"
 
     def _bands(self) -> list[Region]:
         """Of the result that the last sweep gives, the bands. Nothing: the result is not cut."""

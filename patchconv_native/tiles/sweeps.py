@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..spatial import NotServed, Range
@@ -237,3 +237,16 @@ def _finish(
         if done == before:
             where = next(graph.calls[s.call].where for s, a, b in zip(base.steps, done, sizes, strict=True) if a != b)
             raise NotServed(f"tile: {where} is not served: it reads rows that its argument does not have")
+
+
+def balanced(before: Sequence[float], live: Sequence[float], count: int) -> list[int]:
+    """The places, besides the first, at which `count` parts of about the same size begin: where there is little that
+    lives on. before: of each place, and of the end, the size of all that comes before.
+    """
+    total, found = before[-1], set()
+    for part in range(1, count):
+        goal = total * part / count
+        near = [place for place in range(1, len(live)) if abs(before[place] - goal) <= total / (2 * count)]
+        if near:
+            found.add(min(near, key=lambda place: (live[place], abs(before[place] - goal))))
+    return sorted(found)

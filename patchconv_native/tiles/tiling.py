@@ -20,7 +20,7 @@ from .._bytes import parse_bytes
 from ..spatial import NotServed
 from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
-from .at_once import AtOnce, computed_at_once
+from .at_once import AtOnce, StepAtOnce
 from .calls import Progress, computed
 from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
@@ -39,6 +39,7 @@ from .stores import Store, Where, check_store
 from .sweeps import bytes_of
 from .transfers import serves
 from .ways import Bands, Strips, least_of
+from .whole import computed_whole
 from .without_data import are_fake, results_of
 
 LONG = 2.0
@@ -257,10 +258,10 @@ def _planned(
         return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
     stays_whole = not tiles and shared is None and not (graph.needs and room is None)
-    at_once = AtOnce(graph, wishes(graph, None)) if stays_whole else None
+    at_once = (StepAtOnce if graph.needs else AtOnce)(graph, wishes(graph, None)) if stays_whole else None
     whole = at_once.fitting() if at_once is not None and graph.needs else None
     if whole is not None:
-        return whole  # tiles would compute the forward pass twice
+        return whole  # tiles would compute all of the forward pass twice
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
@@ -352,12 +353,14 @@ def run_plan(
     journal: where it is written down how far the call has come, and from where it goes on. `out` and the folder of the
     store are then those of the call that was broken off.
     """
-    images = dict(zip(plan.graph.inputs, arguments.parts(), strict=True))
-    with _undone_on_error(plan.graph):
+    graph = plan.graph
+    images = dict(zip(graph.inputs, arguments.parts(), strict=True))
+    with _undone_on_error(graph):
         if plan.outside.shared is not None and not are_fake(images.values()):
             check_alike(plan, plan.outside.shared)
         if plan.kept_by_autograd:
-            found = computed_at_once(plan, images)
+            whole = {v: Source("tile", image, graph.device).all().to(graph.device) for v, image in images.items()}
+            found = computed_whole(graph, whole, plan.parts, plan.in_lean)
         elif are_fake(images.values()):
             found = results_of(plan, images)
         elif plan.graph.needs:

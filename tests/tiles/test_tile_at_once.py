@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import patchconv_native as pc
 from patchconv_native._budget import MARGIN_OF_BACKWARD, least_budget
-from patchconv_native.tiles.at_once import AtOnce
+from patchconv_native.tiles.at_once import StepAtOnce
 
 
 @pytest.mark.skipif(not ON_AVX512, reason="oneDNN's workspace is not known")
@@ -40,16 +40,17 @@ def test_a_budget_that_one_step_keeps_is_not_refused(name: str, asked: bool) -> 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("in_lean", [False, True])
+@pytest.mark.parametrize("parts", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", SMALL)
-def test_gradients_at_once_are_those_of_one_call(name: str, in_lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_at_once_are_those_of_one_call(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """parts: 0 is one part with stock's functions."""
     torch.manual_seed(0)
     net, given = SMALL[name]().double(), images(1, 2, (26, 19))
     stock = copy.deepcopy(net)
-    if in_lean:
-        monkeypatch.setattr(AtOnce, "ways", staticmethod(lambda graph: (True,)))
+    begins = [0, 1, 2, 3][: max(parts, 1)]
+    monkeypatch.setattr(StepAtOnce, "_all", lambda self: [self._of_parts(begins, parts > 0)])
     plan = pc.tile_plan(net, given[0], budget="1GiB")
-    assert plan.at_once and plan.in_lean == in_lean
+    assert plan.at_once and plan.in_lean == (parts > 0) and plan.parts == begins
     expected = graded(stock, given, stock), list(stock.buffers())
     assert_alike((graded(net, given, lambda x: pc.tile(net, x, budget="1GiB")), list(net.buffers())), expected)
 
