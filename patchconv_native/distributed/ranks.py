@@ -28,6 +28,7 @@ class Ranks:
     group: Any
     advice: str = "Call `gather` on it first, or name the module that calls this in spatial(gather=...)"
     updates_buffers: bool = True  # each rank has its own copy of the model
+    unread: bool = False
     link: None = None
 
     def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:

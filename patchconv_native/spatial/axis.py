@@ -128,6 +128,11 @@ class Executor(Protocol):
         """
         ...
 
+    @property
+    def unread(self) -> bool:
+        """Whether nothing reads the result's values, but for its history: a rule need not compute them."""
+        ...
+
     def place(self, operator: str, axis: Axis, wished: Sequence[int], size: int) -> Axis:
         """Of a result of `size` that is computed from an input cut as `axis`: where it is cut.
 

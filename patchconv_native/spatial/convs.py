@@ -25,6 +25,8 @@ IN_PIECES_FROM = 2**18
 """Elements of a part. A smaller one is computed by one call, after its halo has come."""
 PIECES = 8
 """How many pieces the outputs that need no halo are computed in. Each piece is copied to its place."""
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Of which the package has convolutions."""
 
 
 def _pads_of(padding: Any, kernel: list[int], dilation: list[int]) -> list[int]:
@@ -88,7 +90,21 @@ def _conv(
         if y is not None:
             y = _C.conv_given(dims, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
             return SpatialTensor(y, axes)
+    unread = any(axis.executor.unread for axis in axes.values()) and not torch.is_autocast_enabled(local.device.type)
+    if unread and _has_own_node(local, weight, bias):
+        sizes = (local.size(first + i) + op_padding[2 * i] + op_padding[2 * i + 1] for i in range(dims))
+        shape = [(n - d * (k - 1) - 1) // s + 1 for n, d, k, s in zip(sizes, dilations, kernel, strides, strict=True)]
+        y = local.new_empty(()).expand(*local.shape[: first - 1], len(weight), *shape)
+        y = _C.conv_given(dims, local, weight, bias, strides, op_padding, dilations, groups, padding_mode, y)
+        return SpatialTensor(y, axes)
     return SpatialTensor(conv(local), axes)
+
+
+def _has_own_node(local: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the package's node can be that of such a convolution, without a result that was computed."""
+    tensors = [t for t in (local, weight, bias) if t is not None]
+    alike = all((t.dtype, t.device, t.layout) == (local.dtype, local.device, torch.strided) for t in tensors)
+    return alike and local.dtype in DTYPES and 0 not in weight.shape[:2] and _any_grad(*tensors)
 
 
 def _conv_rule(dims: int) -> Callable[..., Tensor]:

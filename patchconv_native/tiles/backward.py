@@ -189,7 +189,8 @@ class Backward:
             return wholes[v]
 
         number = step.call, tiles.sweep.number - kinds.start[step.call]
-        links = Links(number[1] if step.asks else None, self._is_asked(step.call))
+        unread = not step.asks and tiles.sweep.last_read.keys().isdisjoint(call.outputs)
+        links = Links(number[1] if step.asks else None, self._is_asked(step.call), unread)
         try:
             results = run_chain(
                 graph, kinds, step, region, cut, reads, whole, lambda place: self._run.answers.get(place, ()),

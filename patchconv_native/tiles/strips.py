@@ -46,6 +46,8 @@ class Links:
 
     target: int | None = None
     wanted: bool = True
+    unread: bool = False
+    """Whether nothing reads the values of the call's result, of which only the history counts."""
     leaves: dict[int, Tensor] = field(default_factory=dict)
 
     def leaf(self, question: int, value: Tensor) -> Tensor:
@@ -97,6 +99,10 @@ class _Along:
     @property
     def link(self) -> Link | None:
         return None if self.asked.links is None else self._link
+
+    @property
+    def unread(self) -> bool:
+        return self.asked.links is not None and self.asked.links.unread
 
     def _link(self, value: Tensor, added: Callable[[], Tensor]) -> Tensor:
         assert self.asked.links is not None

@@ -50,6 +50,7 @@ class Along:
     image: int = field(default=0, compare=False)
     advice: str = ""
     link: None = None
+    unread: bool = False
 
     @property
     def updates_buffers(self) -> bool:
