@@ -265,6 +265,9 @@ def _functions(name: str) -> list[Any]:
     return [getattr(torch, name), op, op.default]
 
 
+CONVS = frozenset(function for dims in (1, 2, 3) for function in _functions(f"conv{dims}d"))
+"""Whose results are not computed where nothing reads them."""
+
 for _dims in (1, 2, 3):
     rule(*_functions(f"conv{_dims}d"))(_conv_rule(_dims))
     rule(*_functions(f"conv_transpose{_dims}d"))(_conv_transpose_rule(_dims))

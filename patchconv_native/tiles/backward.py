@@ -32,7 +32,7 @@ from .run import Run, from_answers
 from .run_sweep import run_sweep
 from .shared import Shared
 from .strips import Links, NeedsWhole, local_of, run_whole
-from .sweeps import Number, Step, Sweep, leading_to
+from .sweeps import Number, Step, Sweep, leading_to, of_stored
 
 
 class _Graph:
@@ -107,6 +107,7 @@ class Backward:
                 run_sweep(self._run, sweep, lambda: None)
                 give_back(self._plan)
             for number in reversed(range(stretch.begin, stretch.end)):
+                self._ask_stored(number)
                 for v in [v for v in self._run.stored if self._kinds.level[v] >= number and v not in self._kept]:
                     self._run.free(v)  # no sweep up to this one reads it
                 self._sweep(number, results)
@@ -116,12 +117,28 @@ class Backward:
         if self._shared is not None:
             self._sum_of_constants(self._shared)
 
+    def _asked_of(self, number: int) -> set[Number]:
+        """The numbers of the whole image of this sweep whose gradients are there."""
+        return {(place, n) for place, n in self._numbers if self._kinds.start[place] + n == number}
+
+    def _ask_stored(self, number: int) -> None:
+        """Differentiates a sweep's shares of numbers that are of stored values alone. Nothing is computed again."""
+        asked = of_stored(self._graph, self._kinds, self._run.stored, self._asked_of(number))
+        if asked:
+            self._asked = {one: self._numbers.pop(one) for one in asked}
+            self._run_sweep(leading_to(self._graph, self._kinds, self._plan.stored, number, set(), asked, own=True))
+
     def _sweep(self, number: int, results: set[int]) -> None:
         graph, kinds = self._graph, self._kinds
         stores = {v for v in self._plan.stored if kinds.level[v] == number and v in self.grads}
-        asked = {(place, n) for place, n in self._numbers if kinds.start[place] + n == number}
+        asked = self._asked_of(number)
         self._asked = {one: self._numbers.pop(one) for one in asked}
         sweep = leading_to(graph, kinds, self._plan.stored, number, results | stores, asked)
+        self._run_sweep(sweep)
+        for v in stores | (results & set(sweep.results)):
+            self.grads.pop(v, None)
+
+    def _run_sweep(self, sweep: Sweep) -> None:
         if sweep.steps and self._shared is None:
             self._run_tiles(Tiles(self._plan, sweep))
         elif sweep.steps:
@@ -132,8 +149,6 @@ class Backward:
                 for key, grad in new.items():
                     _accumulate(old, key, grad)
             self._whole, self._numbers = whole, numbers
-        for v in stores | (results & set(sweep.results)):
-            self.grads.pop(v, None)
         self._asked = {}
 
     def _run_tiles(self, tiles: Tiles) -> None:
@@ -189,7 +204,7 @@ class Backward:
             return wholes[v]
 
         number = step.call, tiles.sweep.number - kinds.start[step.call]
-        unread = not step.asks and tiles.sweep.last_read.keys().isdisjoint(call.outputs)
+        unread = not step.asks and not tiles.sweep.reads(call.outputs)
         links = Links(number[1] if step.asks else None, self._is_asked(step.call), unread)
         try:
             results = run_chain(

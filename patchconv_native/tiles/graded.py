@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .._budget import MARGIN_OF_BACKWARD, largest_peak
+from ..spatial.convs import CONVS
 from .backward_costs import BackwardCosts
 from .backward_tiles import Tiles
 from .choices import Choice, Planner
@@ -21,7 +22,7 @@ from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, Stretch, TilePlan, Wishes, fits
 from .strip_sizes import tile_bytes, tile_step_work
-from .sweeps import balanced, bytes_of, leading_to
+from .sweeps import Step, Sweep, balanced, bytes_of, leading_to
 from .ways import Bands, narrower
 
 STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -75,6 +76,7 @@ class Graded(Bands):
         self._exact = self._planner(self._ways[0][1])
         self._dims = dims
         self._guessed: dict[tuple[frozenset[int], int], float] = {}
+        self._flops: dict[tuple[int, bool, frozenset[int]], float] = {}
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
         return self._given or super()._kinds(graph, dims)
@@ -183,9 +185,26 @@ class Graded(Bands):
         kept |= {v for v in stored for begin in begins if level[v] < begin <= last[v]}
         stretches = [Stretch(a, b) for a, b in itertools.pairwise([*begins, planner.count + 1])]
         again = [leading_to(graph, self.kinds, stored, *one, set()) for one in self._again(stored, kept)]
-        work = 4 * planner.whole_flops(stored)
+        work = planner.whole_flops(stored) + self._backward_flops(stored)
         work += sum(planner.call_flops(step.call) for sweep in again for step in sweep.steps)
         return Route(stored, kept, stretches, self._held(stored, kept, stretches, last), work)
+
+    def _backward_flops(self, stored: set[int]) -> float:
+        """The arithmetic of the sweeps of the backward pass, without what tiles read of each other."""
+        total, level = 0.0, self.kinds.level
+        for number, asks in itertools.product(range(self._exact.count + 1), (False, True)):
+            key = number, asks, frozenset(v for v in stored if level[v] <= number)
+            if key not in self._flops:
+                sweep = self._costs.sweep_of(stored, number, asks)
+                self._flops[key] = sum(self._step_flops(sweep, step) for step in sweep.steps)
+            total += self._flops[key]
+        return total
+
+    def _step_flops(self, sweep: Sweep, step: Step) -> float:
+        """There and back."""
+        call = self._graph.calls[step.call]
+        back_alone = call.function in CONVS and not step.asks and not sweep.reads(call.outputs)
+        return (2 if back_alone else 3) * self._exact.call_flops(step.call)
 
     def _again(self, stored: set[int], kept: set[int]) -> list[tuple[int, set[int]]]:
         """Numbers of sweeps, and what they compute again."""
@@ -245,7 +264,7 @@ class Graded(Bands):
         place = first
         while True:  # what a tile takes is about in proportion to its part of the image
             place = max(place, next((k for k, part in enumerate(parts) if guess * part <= left), len(parts) - 1))
-            taken = self._costs.sweep(route.stored, number, self._shares[place], rough=True)[1]
+            taken = self._of_sweep(route, number, self._shares[place], rough=True)
             if taken <= left:
                 return place
             if place == len(parts) - 1:
@@ -254,7 +273,15 @@ class Graded(Bands):
 
     def _taken(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
         """With the tiles at the border, which may take more, unless rough."""
-        return max(self._costs.sweep(route.stored, number, shares, rough)[1], self._costs.between(number))
+        return max(self._of_sweep(route, number, shares, rough), self._costs.between(number))
+
+    def _of_sweep(self, route: Route, number: int, shares: list[Fraction], rough: bool) -> int:
+        """Above what is held: stored values are there until they were asked for their shares."""
+        taken, stored = self._costs.sweep(route.stored, number, shares, rough)[1], 0
+        asks, asking = self._costs.sweep(route.stored, number, shares, rough, asks=True)
+        if asks.steps and self._wishes.outside.counted:
+            stored = sum(self._exact.kept_bytes(v) for v in route.stored if self.kinds.level[v] == number)
+        return max(taken, stored + asking)
 
     def _backward_peak(
         self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf, rough: bool = False
@@ -280,10 +307,10 @@ class Graded(Bands):
 
     def _arithmetic(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """With what tiles read of each other."""
-        work, planner = route.work, self._exact
+        work = route.work
         for cut in self._cut(route, tiles):
             for place, step in enumerate(cut.sweep.steps):
-                work += 3 * planner.call_flops(step.call) * max(0.0, cut.share_made(place) - 1)
+                work += self._step_flops(cut.sweep, step) * max(0.0, cut.share_made(place) - 1)
         return work
 
     def _cut(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[Tiles]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..spatial import NotServed, Range
@@ -89,6 +89,10 @@ class Sweep:
     rooms: set[int] = field(default_factory=set)
     """Values whose rows are written behind those that are still read, so that they are read as one."""
 
+    def reads(self, values: Iterable[int]) -> bool:
+        """Whether a step reads one of these."""
+        return not self.last_read.keys().isdisjoint(values)
+
     def find_last_reads(self) -> None:
         self.last_read = {v: place for place, step in enumerate(self.steps) for v in step.reads}
 
@@ -101,12 +105,14 @@ def sweep_count(graph: Graph, kinds: Kinds) -> int:
     return max(last, default=0)
 
 
-def values_needed(graph: Graph, kinds: Kinds, stored: set[int], number: int, results: set[int]) -> Sweep:
+def values_needed(
+    graph: Graph, kinds: Kinds, stored: set[int], number: int, results: set[int], own: bool = False
+) -> Sweep:
     """The calls of sweep `number`, without their rows. stored: values that are kept from the sweep that first computes
-    them; all others are computed again in each sweep that reads them.
+    them; all others are computed again in each sweep that reads them. own: those that this sweep stores are there too.
     """
     sweep = Sweep(number, 1)
-    there = {v for v in stored if kinds.level[v] < number} | set(graph.inputs)
+    there = {v for v in stored if kinds.level[v] < number + own} | set(graph.inputs)
     sweep.results = {v for v in results if v in kinds.dims and kinds.level[v] == number and v not in graph.inputs}
     sweep.stores = {v for v in stored if kinds.level[v] == number and v not in graph.inputs}
     needed = sweep.results | sweep.stores
@@ -126,19 +132,27 @@ def values_needed(graph: Graph, kinds: Kinds, stored: set[int], number: int, res
     return sweep
 
 
+def of_stored(graph: Graph, kinds: Kinds, stored: Container[int], numbers: Iterable[Number]) -> set[Number]:
+    """Those of these numbers of the whole image that are of stored values alone."""
+    def there(place: int) -> bool:
+        return all(v in stored or v in graph.inputs for v in graph.calls[place].inputs if v in kinds.dims)
+
+    return {(place, question) for place, question in numbers if there(place)}
+
+
 def leading_to(
-    graph: Graph, kinds: Kinds, stored: set[int], number: int, given: set[int], numbers: set[Number]
+    graph: Graph, kinds: Kinds, stored: set[int], number: int, given: set[int], numbers: set[Number], own: bool = False
 ) -> Sweep:
     """The calls of sweep `number`, without their rows, that lead to those of its results and stored values that are
-    given, and to those numbers of the whole image.
+    given, and to those numbers of the whole image. own: as of `values_needed`.
     """
-    sweep = values_needed(graph, kinds, stored, number, set(graph.results))
+    sweep = values_needed(graph, kinds, stored, number, set(graph.results), own)
     sweep.results, sweep.stores = sweep.results & given, sweep.stores & given
     needed, steps = sweep.results | sweep.stores, []
     for step in reversed(sweep.steps):
         call = graph.calls[step.call]
         asked = (step.call, number - kinds.start[step.call]) in numbers
-        if asked if step.asks else not needed.isdisjoint(call.outputs):
+        if asked if step.asks else any(v in needed and v not in sweep.sources for v in call.outputs):
             steps.append(step)
             step.reads = {v: [] for v in call.inputs if v in kinds.dims}
             needed.update(call.inputs)
