@@ -107,7 +107,8 @@ class Backward:
                 run_sweep(self._run, sweep, lambda: None)
                 give_back(self._plan)
             for number in reversed(range(stretch.begin, stretch.end)):
-                self._ask_stored(number)
+                if number in self._plan.apart:
+                    self._ask_stored(number)
                 for v in [v for v in self._run.stored if self._kinds.level[v] >= number and v not in self._kept]:
                     self._run.free(v)  # no sweep up to this one reads it
                 self._sweep(number, results)

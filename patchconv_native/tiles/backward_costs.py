@@ -131,26 +131,26 @@ class BackwardCosts:
         found._run = dataclasses.replace(self._run, kinds=kinds)
         return found
 
-    def sweep_of(self, stored: set[int], number: int, asks: bool = False) -> Sweep:
-        """asks: the one before it, which asks stored values for their shares of numbers of the whole image."""
+    def sweep_of(self, stored: set[int], number: int, apart: bool, asks: bool = False) -> Sweep:
+        """apart: as of `TilePlan.apart`. asks: what is asked then."""
         graph, kinds = self.graph, self.kinds
         asked = {
             (place, number - kinds.start[place])
             for place, call in enumerate(graph.calls)
             if kinds.start[place] <= number < kinds.done(place) and not graph.needs.isdisjoint(call.inputs)
         }
-        first = of_stored(graph, kinds, stored, asked)
+        first = of_stored(graph, kinds, stored, asked) if apart else set()
         if asks:
             return leading_to(graph, kinds, stored, number, set(), first, own=True)
         return leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked - first)
 
     def sweep(
-        self, stored: set[int], number: int, shares: list[Fraction], rough: bool = False, asks: bool = False
+        self, stored: set[int], number: int, shares: list[Fraction], rough: bool, apart: bool, asks: bool = False
     ) -> tuple[Sweep, int]:
         """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
-        largest tiles is looked at. asks: as of `sweep_of`.
+        largest tiles is looked at. apart, asks: as of `sweep_of`.
         """
-        sweep = self.sweep_of(stored, number, asks)
+        sweep = self.sweep_of(stored, number, apart, asks)
         steps = tuple((step.call, step.asks) for step in sweep.steps)
         key = steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares
         plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})

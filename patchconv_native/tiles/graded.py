@@ -51,6 +51,8 @@ class Route:
     """Of each number of a sweep, the bytes of stored values and gradients that are there in the backward pass."""
     work: float
     """The arithmetic of both passes, without what tiles read of each other."""
+    apart: frozenset[int]
+    """As of `TilePlan`."""
 
 
 class Graded(Bands):
@@ -126,9 +128,10 @@ class Graded(Bands):
                 break
             if tried[way] == MOST_TRIED:
                 continue
-            tiles = way._tiles_of(route, self._room or 0)
-            if tiles is None or way._work(route, tiles) >= least_work:
+            tiled = way._tiles_of(route, self._room or 0)
+            if tiled is None or way._work(*tiled) >= least_work:
                 continue
+            route, tiles = tiled
             tried[way] += 1
             plan = way._planned(route, tiles)
             if plan is not None:
@@ -185,18 +188,20 @@ class Graded(Bands):
         kept |= {v for v in stored for begin in begins if level[v] < begin <= last[v]}
         stretches = [Stretch(a, b) for a, b in itertools.pairwise([*begins, planner.count + 1])]
         again = [leading_to(graph, self.kinds, stored, *one, set()) for one in self._again(stored, kept)]
-        work = planner.whole_flops(stored) + self._backward_flops(stored)
+        work = planner.whole_flops(stored)
         work += sum(planner.call_flops(step.call) for sweep in again for step in sweep.steps)
-        return Route(stored, kept, stretches, self._held(stored, kept, stretches, last), work)
+        apart = frozenset(range(planner.count + 1))
+        work += self._backward_flops(stored, apart)
+        return Route(stored, kept, stretches, self._held(stored, kept, stretches, last), work, apart)
 
-    def _backward_flops(self, stored: set[int]) -> float:
+    def _backward_flops(self, stored: set[int], apart: frozenset[int]) -> float:
         """The arithmetic of the sweeps of the backward pass, without what tiles read of each other."""
         total, level = 0.0, self.kinds.level
-        for number, asks in itertools.product(range(self._exact.count + 1), (False, True)):
-            key = number, asks, frozenset(v for v in stored if level[v] <= number)
+        for number in range(self._exact.count + 1):
+            key = number, number in apart, frozenset(v for v in stored if level[v] <= number)
             if key not in self._flops:
-                sweep = self._costs.sweep_of(stored, number, asks)
-                self._flops[key] = sum(self._step_flops(sweep, step) for step in sweep.steps)
+                sweeps = [self._costs.sweep_of(stored, *key[:2], asks) for asks in (False, True)]
+                self._flops[key] = sum(self._step_flops(sweep, step) for sweep in sweeps for step in sweep.steps)
             total += self._flops[key]
         return total
 
@@ -242,16 +247,30 @@ class Graded(Bands):
     # ------------------------------------------------------------------------------------------------------------------
     # Tiles.
 
-    def _tiles_of(self, route: Route, room: int) -> dict[int, list[Fraction]] | None:
-        """Of each sweep, the largest tiles that about fit into this many bytes; None, where there are none."""
+    def _tiles_of(self, route: Route, room: int) -> tuple[Route, dict[int, list[Fraction]]] | None:
+        """Of each sweep, the largest tiles that about fit into this many bytes; None, where there are none. The route
+        asks apart where that fits.
+        """
         found = {}
+        together = dataclasses.replace(route, apart=frozenset())
         for number, held in sorted(enumerate(route.held), key=lambda one: -one[1]):
             left = room - self._costs.always - held
-            place = self._largest(route, number, left) if self._costs.between(number) <= left else len(self._shares)
+            if self._costs.between(number) > left:
+                return None
+            place = self._largest(route, number, left)
+            if place == len(self._shares) and self._asks(route, number):
+                route = dataclasses.replace(route, apart=route.apart - {number})
+                place = self._largest(together, number, left)
             if place == len(self._shares):
                 return None
             found[number] = self._shares[place]
-        return found
+        work = route.work + self._backward_flops(route.stored, route.apart)
+        work -= self._backward_flops(route.stored, frozenset(range(self._exact.count + 1)))
+        return dataclasses.replace(route, work=work), found
+
+    def _asks(self, route: Route, number: int) -> bool:
+        """Whether a stored value is asked apart there."""
+        return bool(self._costs.sweep_of(route.stored, number, number in route.apart, asks=True).steps)
 
     def _largest(self, route: Route, number: int, left: int) -> int:
         """The place of the largest tiles that about take this many bytes; the number of all, where none do."""
@@ -277,8 +296,9 @@ class Graded(Bands):
 
     def _of_sweep(self, route: Route, number: int, shares: list[Fraction], rough: bool) -> int:
         """Above what is held: stored values are there until they were asked for their shares."""
-        taken, stored = self._costs.sweep(route.stored, number, shares, rough)[1], 0
-        asks, asking = self._costs.sweep(route.stored, number, shares, rough, asks=True)
+        apart, stored = number in route.apart, 0
+        taken = self._costs.sweep(route.stored, number, shares, rough, apart)[1]
+        asks, asking = self._costs.sweep(route.stored, number, shares, rough, apart, asks=True)
         if asks.steps and self._wishes.outside.counted:
             stored = sum(self._exact.kept_bytes(v) for v in route.stored if self.kinds.level[v] == number)
         return max(taken, stored + asking)
@@ -317,9 +337,10 @@ class Graded(Bands):
         """Of each sweep of the backward pass its tiles."""
         plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles=tiles)
         for number, shares in tiles.items():
-            sweep, _ = self._costs.sweep(route.stored, number, shares, rough=True)
-            if sweep.steps:
-                yield Tiles(plan, sweep)
+            for asks in (False, True):
+                sweep = self._costs.sweep_of(route.stored, number, number in route.apart, asks)
+                if sweep.steps:
+                    yield Tiles(plan, sweep)
 
     def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
         """With tiles of about these sizes."""
@@ -380,15 +401,19 @@ class Graded(Bands):
         margin = max(plan.margin, MARGIN_OF_BACKWARD)
         call = max(self._exact.whole_flops(self._exact.everything_stored()), 1)
         return dataclasses.replace(
-            plan, tiles=tiles, stretches=stretches, margin=margin, peak=peak,
+            plan, tiles=tiles, stretches=stretches, apart=route.apart, margin=margin, peak=peak,
             backward=(self._arithmetic(route, tiles) - self._exact.whole_flops(route.stored)) / call,
             overhead=self._overhead(route, tiles) / call,
         )  # fmt: skip
 
     @functools.cached_property
     def _least(self) -> Least:
-        """Of the smallest tiles, the plan of the route that takes the least."""
-        routes = [(way, route) for way in (self, *self._parted) for route in (way._of_nothing_stored(), *way._routes)]
+        """Of the smallest tiles, the plan of the route that takes the least. Nothing is asked apart."""
+        routes = [
+            (way, dataclasses.replace(route, apart=frozenset()))
+            for way in (self, *self._parted)
+            for route in (way._of_nothing_stored(), *way._routes)
+        ]
         guesses = [max(way._guess(route, number) for number in way._smallest()) for way, route in routes]
         best: Least | None = None
         below = math.inf
@@ -405,7 +430,7 @@ class Graded(Bands):
         """About what there is during a sweep of the smallest tiles: two of all that a tile makes."""
         key = frozenset(route.stored), number
         if key not in self._guessed:
-            sweep, made, graph = self._costs.sweep_of(route.stored, number), 0.0, self._graph
+            sweep, made, graph = self._costs.sweep_of(route.stored, number, False), 0.0, self._graph
             if sweep.steps:
                 plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles={number: self._shares[-1]})
                 cut = Tiles(plan, sweep)

@@ -60,6 +60,10 @@ class TilePlan:
     """In backward, of each number of a sweep: which share of the image a tile has along each axis."""
     stretches: list[Stretch] = field(default_factory=list)
     """In backward, in the order of the forward pass."""
+    apart: frozenset[int] = frozenset()
+    """In backward, the sweeps before which stored values are asked for their shares of numbers of the whole image. For
+    others, where there is no room for both the value and its gradient, it is computed again.
+    """
     reaches: Sequence[Callable[[int], Reach]] = field(default_factory=list)
     """Along each axis, that of each call."""
     backward: float = 0.0

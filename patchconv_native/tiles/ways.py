@@ -110,7 +110,7 @@ class Strips:
             max(choice.peaks, default=0), MARGIN[wishes.device], planner.arithmetic(sweeps), choice.stored_most,
             os.fspath(wishes.outside.store), self._result, wishes.name, wishes.outside,
             dict.fromkeys(range(planner.count + 1), self._tiles()) if planner.graph.needs else {},
-            [Stretch(0, planner.count + 1)], planner.reaches,
+            [Stretch(0, planner.count + 1)], frozenset(range(planner.count + 1)), planner.reaches,
         )  # fmt: skip
 
     def _of_wish(self) -> list[Fraction]:
