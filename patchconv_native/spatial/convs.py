@@ -16,7 +16,7 @@ from .layout import cut_out, empty, joined, layout
 from .operands import parameter
 from .rules import refuse, rule
 from .tensor import SpatialTensor
-from .windows import Window, by_sample, check_image, fetching, listed, reading
+from .windows import Window, by_sample, check_image, fetching, inside, listed, reading
 
 _C = _library.load()
 _ops = torch.ops.patchconv
@@ -76,8 +76,11 @@ def _conv(
                 f"got {padded}"
             )
         axes[d] = window.small_axis(name, axis, (padded - window.reach) // strides[i] + 1)
-        op_padding[2 * i : 2 * i + 2] = 0, 0
         reads = [window.reads(part) for part in axes[d].ranges()]
+        if padding_mode == "zeros" and axis.range == (0, axis.size) and axes[d].range == (0, axes[d].size):
+            reads = [inside(one, axis.size) for one in reads]  # the operator pads what is whole without a copy
+        else:
+            op_padding[2 * i : 2 * i + 2] = 0, 0
         if d > min(input.axes) or padding_mode != "zeros":
             local = reading(local, d, axis, reads, padding_mode)
             continue
