@@ -336,7 +336,7 @@ class Graded(Bands):
     def _cut(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[Tiles]:
         """Of each sweep of the backward pass its tiles."""
         plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles=tiles)
-        for number, shares in tiles.items():
+        for number in tiles:
             for asks in (False, True):
                 sweep = self._costs.sweep_of(route.stored, number, number in route.apart, asks)
                 if sweep.steps:
