@@ -10,49 +10,28 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 from .._budget import MARGIN_OF_BACKWARD, largest_peak
-from ..spatial.convs import CONVS
 from .backward_costs import BackwardCosts
 from .backward_tiles import Tiles
 from .choices import Choice, Planner
 from .graph import Graph
 from .kinds import Kinds, parted
-from .plan import Least, Stretch, TilePlan, Wishes, fits
+from .plan import Least, TilePlan, Wishes, fits
+from .routes import Route, Routes
 from .strip_sizes import tile_bytes, tile_step_work
-from .sweeps import Step, Sweep, balanced, bytes_of, leading_to
+from .sweeps import balanced, bytes_of, leading_to
 from .ways import Bands, narrower
 
-STRETCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-"""Numbers of stretches that are looked at."""
 PARTS = (2, 4, 8)
 """Into so many parts networks are cut that have fewer sweeps anyway."""
-LEFT_OUT = 0.15
-"""Of the bytes of stored values, the share that the next routes store no more."""
 LESS_ASKED = 0.9
 """Of the room, for a forward pass that takes more than about what it was given."""
 MOST_TRIED = 2
 """Routes of the same sweeps whose plans are looked at."""
 Forward = tuple[TilePlan, Planner, Choice]
 """A forward pass, and what it was chosen by."""
-
-
-@dataclass
-class Route:
-    """What is stored between sweeps, and the stretches of the backward pass."""
-
-    stored: set[int]
-    kept: set[int]
-    """Of these, what the forward pass keeps."""
-    stretches: list[Stretch]
-    held: list[int]
-    """Of each number of a sweep, the bytes of stored values and gradients that are there in the backward pass."""
-    work: float
-    """The arithmetic of both passes, without what tiles read of each other."""
-    apart: frozenset[int]
-    """As of `TilePlan`."""
 
 
 class Graded(Bands):
@@ -78,7 +57,6 @@ class Graded(Bands):
         self._exact = self._planner(self._ways[0][1])
         self._dims = dims
         self._guessed: dict[tuple[frozenset[int], int], float] = {}
-        self._flops: dict[tuple[int, bool, frozenset[int]], float] = {}
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
         return self._given or super()._kinds(graph, dims)
@@ -118,11 +96,15 @@ class Graded(Bands):
         choice = self._exact.choose(stored, None)
         return BackwardCosts(self._plan(self._exact, stored, choice), choice.answers)
 
+    @functools.cached_property
+    def _routes(self) -> Routes:
+        return Routes(self._graph, self.kinds, self._exact, self._costs, self._wishes.outside.counted)
+
     def fitting(self) -> TilePlan | None:
         """Of the routes that fit, that of the least arithmetic."""
         best: TilePlan | None = None
         least_work, tried = math.inf, dict.fromkeys([self, *self._parted], 0)
-        routes = [(way, route) for way in tried for route in way._routes]
+        routes = [(way, route) for way in tried for route in way._routes.all]
         for way, route in sorted(routes, key=lambda one: one[1].work):
             if route.work >= least_work:
                 break
@@ -141,112 +123,6 @@ class Graded(Bands):
     def least(self, below: float) -> Least | None:
         return self._least
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Routes.
-
-    @functools.cached_property
-    def _routes(self) -> list[Route]:
-        found, stored = [], self._exact.everything_stored()
-        while True:
-            counts = [n for n in STRETCHES if n == 1 or n <= len({self.kinds.level[v] for v in stored})]
-            found += [self._route(stored, count) for count in counts]
-            dropped = self._cheapest(stored)
-            if not dropped:
-                return sorted(found, key=lambda route: route.work)
-            stored = stored - dropped
-
-    def _cheapest(self, stored: set[int]) -> set[int]:
-        """Of the stored values, those that cost the least arithmetic a byte when they are computed again."""
-        planner, graph = self._exact, self._graph
-        readers = {v: [base.number for base in planner.bases(stored) if v in base.sources] for v in stored}
-
-        def flops(some: set[int], v: int) -> float:
-            needed = (planner.needed(some, number) for number in readers[v])
-            return sum(planner.call_flops(step.call) for sweep in needed for step in sweep.steps)
-
-        price = {
-            v: (flops(stored - {v}, v) - flops(stored, v)) / bytes_of(graph, v) for v in stored - self._always(stored)
-        }
-        enough = LEFT_OUT * sum(bytes_of(graph, v) for v in price)
-        found: set[int] = set()
-        for v in sorted(price, key=lambda v: price[v]):
-            if found and sum(bytes_of(graph, one) for one in found) >= enough:
-                break
-            found.add(v)
-        return found
-
-    def _always(self, stored: set[int]) -> set[int]:
-        return stored & self._exact.gathered.keys()
-
-    def _route(self, stored: set[int], count: int) -> Route:
-        planner, graph, level = self._exact, self._graph, self.kinds.level
-        last = {v: planner.gathered[v][0] for v in self._always(stored)}
-        for base in planner.bases(stored):
-            last.update({v: max(base.number, last.get(v, 0)) for v in base.sources & stored})
-        begins = self._begins(stored, last, count)
-        kept = self._always(stored) | {v for v in stored if level[v] >= begins[-1]}
-        kept |= {v for v in stored for begin in begins if level[v] < begin <= last[v]}
-        stretches = [Stretch(a, b) for a, b in itertools.pairwise([*begins, planner.count + 1])]
-        again = [leading_to(graph, self.kinds, stored, *one, set()) for one in self._again(stored, kept)]
-        work = planner.whole_flops(stored)
-        work += sum(planner.call_flops(step.call) for sweep in again for step in sweep.steps)
-        apart = frozenset(range(planner.count + 1))
-        work += self._backward_flops(stored, apart)
-        return Route(stored, kept, stretches, self._held(stored, kept, stretches, last), work, apart)
-
-    def _backward_flops(self, stored: set[int], apart: frozenset[int]) -> float:
-        """The arithmetic of the sweeps of the backward pass, without what tiles read of each other."""
-        total, level = 0.0, self.kinds.level
-        for number in range(self._exact.count + 1):
-            key = number, number in apart, frozenset(v for v in stored if level[v] <= number)
-            if key not in self._flops:
-                sweeps = [self._costs.sweep_of(stored, *key[:2], asks) for asks in (False, True)]
-                self._flops[key] = sum(self._step_flops(sweep, step) for sweep in sweeps for step in sweep.steps)
-            total += self._flops[key]
-        return total
-
-    def _step_flops(self, sweep: Sweep, step: Step) -> float:
-        """There and back."""
-        call = self._graph.calls[step.call]
-        back_alone = call.function in CONVS and not step.asks and not sweep.reads(call.outputs)
-        return (2 if back_alone else 3) * self._exact.call_flops(step.call)
-
-    def _again(self, stored: set[int], kept: set[int]) -> list[tuple[int, set[int]]]:
-        """Numbers of sweeps, and what they compute again."""
-        found: dict[int, set[int]] = {}
-        for v in stored - kept:
-            found.setdefault(self.kinds.level[v], set()).add(v)
-        return sorted(found.items())
-
-    def _begins(self, stored: set[int], last: dict[int, int], count: int) -> list[int]:
-        """Of so many stretches, with about as many bytes of stored values in each, and little to keep between them."""
-        level, numbers = self.kinds.level, range(self._exact.count + 2)
-        bytes_ = {v: bytes_of(self._graph, v) for v in stored}
-        before = [sum(bytes_[v] for v in stored if level[v] < n) for n in numbers]
-        live = [sum(bytes_[v] for v in stored if level[v] < n <= last[v]) for n in numbers[:-1]]
-        return [0, *balanced(before, live, count)]
-
-    def _held(self, stored: set[int], kept: set[int], stretches: list[Stretch], last: dict[int, int]) -> list[int]:
-        graph, level, planner = self._graph, self.kinds.level, self._exact
-        grads = {v: last[v] for v in stored & graph.needs}
-        # That of a whole value waits where a strip reads the value, or a call after a later sweep. Others come and go
-        # between two sweeps.
-        for call in graph.calls:
-            end, cut = max(level[out] for out in call.outputs), not self.kinds.dims.keys().isdisjoint(call.outputs)
-            for v in call.inputs:
-                if v in graph.needs and v not in self.kinds.dims and (cut or end > level[v]):
-                    grads[v] = max(grads.get(v, 0), end, level[v])
-        found = []
-        for stretch in stretches:
-            for number in range(stretch.begin, stretch.end):
-                there = [v for v in stored if level[v] < number and (v in kept or level[v] >= stretch.begin)]
-                found.append(sum(map(planner.kept_bytes, there)) if self._wishes.outside.counted else 0)
-                found[-1] += sum(planner.kept_bytes(v) for v, end in grads.items() if level[v] <= number <= end)
-        return found
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # Tiles.
-
     def _tiles_of(self, route: Route, room: int) -> tuple[Route, dict[int, list[Fraction]]] | None:
         """Of each sweep, the largest tiles that about fit into this many bytes; None, where there are none. The route
         asks apart where that fits.
@@ -264,8 +140,8 @@ class Graded(Bands):
             if place == len(self._shares):
                 return None
             found[number] = self._shares[place]
-        work = route.work + self._backward_flops(route.stored, route.apart)
-        work -= self._backward_flops(route.stored, frozenset(range(self._exact.count + 1)))
+        work = route.work + self._routes.backward_flops(route.stored, route.apart)
+        work -= self._routes.backward_flops(route.stored, frozenset(range(self._exact.count + 1)))
         return dataclasses.replace(route, work=work), found
 
     def _asks(self, route: Route, number: int) -> bool:
@@ -330,7 +206,7 @@ class Graded(Bands):
         work = route.work
         for cut in self._cut(route, tiles):
             for place, step in enumerate(cut.sweep.steps):
-                work += self._step_flops(cut.sweep, step) * max(0.0, cut.share_made(place) - 1)
+                work += self._routes.step_flops(cut.sweep, step) * max(0.0, cut.share_made(place) - 1)
         return work
 
     def _cut(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[Tiles]:
@@ -392,7 +268,7 @@ class Graded(Bands):
         more = self._more_answers(forward)
         peak = max(plan.peak, self._backward_peak(route, tiles) + more)
         stretches = [dataclasses.replace(one, again=[]) for one in route.stretches]
-        for number, wanted in self._again(route.stored, route.kept):
+        for number, wanted in self._routes.again(route.stored, route.kept):
             stretch = next(one for one in stretches if one.begin <= number < one.end)
             held = self._costs.always + more + route.held[stretch.end - 1]
             sweep, taken = planner.again(route.stored, number, wanted, room - held)
@@ -412,7 +288,7 @@ class Graded(Bands):
         routes = [
             (way, dataclasses.replace(route, apart=frozenset()))
             for way in (self, *self._parted)
-            for route in (way._of_nothing_stored(), *way._routes)
+            for route in (way._routes.of_nothing_stored(), *way._routes.all)
         ]
         guesses = [max(way._guess(route, number) for number in way._smallest()) for way, route in routes]
         best: Least | None = None
@@ -443,10 +319,6 @@ class Graded(Bands):
 
     def _smallest(self) -> dict[int, list[Fraction]]:
         return dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
-
-    def _of_nothing_stored(self) -> Route:
-        """But for what must be there as a whole."""
-        return self._route(self._always(self._exact.everything_stored()), 1)
 
     def _with_smallest(self, route: Route, room: int) -> Least:
         """room: what the backward pass takes; a forward pass that takes no more is looked for."""

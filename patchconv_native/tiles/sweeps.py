@@ -134,6 +134,7 @@ def values_needed(
 
 def of_stored(graph: Graph, kinds: Kinds, stored: Container[int], numbers: Iterable[Number]) -> set[Number]:
     """Those of these numbers of the whole image that are of stored values alone."""
+
     def there(place: int) -> bool:
         return all(v in stored or v in graph.inputs for v in graph.calls[place].inputs if v in kinds.dims)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
+from patchconv_native.tiles.backward import Backward
 
 TIGHT = 1e-9
 """Of the largest gradient."""
@@ -289,6 +290,28 @@ def test_tiles_that_read_all_of_a_value_make_no_views_of_it() -> None:
     made = [event.name for event in seen.function_events]
     assert made.count("aten::convolution_backward") == 10
     assert not made.count("aten::slice_backward")
+
+
+@pytest.mark.parametrize("tile", [(40, 24), (10, 24)])
+def test_what_a_backward_pass_does_not_compute_again(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions whose results were stored, for norms in training: these are asked for their sums as they are."""
+    norms = [layer for _ in range(3) for layer in (conv(8, 8), nn.BatchNorm2d(8), nn.ReLU())]
+    net, x = nn.Sequential(conv(3, 8), *norms).double(), structured((1, 3, 40, 24)).requires_grad_()
+
+    def backward() -> tuple[int, list[Any]]:
+        """The convolutions that it computes, and the gradients."""
+        y = pc.tile(net, x, tile=tile)
+        with torch.autograd.profiler.profile() as seen:
+            found = torch.autograd.grad(loss(y), [x, *net.parameters()])
+        return [event.name for event in seen.function_events].count("patchconv::_convolution"), list(found)
+
+    count, found = backward()
+    tiles = 40 // tile[0]
+    assert count == tiles  # the first one, whose result is not stored
+    monkeypatch.setattr(Backward, "_ask_stored", lambda self, number: None)
+    count, expected = backward()
+    assert count == 4 * tiles
+    assert_alike(found, expected)
 
 
 def test_the_backward_pass_has_the_settings_of_the_forward_pass() -> None:
