@@ -32,7 +32,7 @@ def sections(data: Row) -> Iterator[Section]:
         rows = [row for row in data["rows"] if row["case"] == case]
         error, notes = data["errors"].get(case, {}).get("tile"), [measured_elsewhere(data, case)]
         if error is not None:
-            notes.append(f"Gradients in half of stock's peak, in float64: at most {error:.1e} of each from stock's.")
+            notes.append(f"Gradients in a third of stock's peak, in float64: at most {error:.1e} of each from stock's.")
         yield Section(
             "\n\n".join(filter(None, notes)),
             ["megapixels", "form", "peak, MiB", "peak, of stock's", "process, MiB", "seconds", "planning",
@@ -79,7 +79,7 @@ def figure(data: Row) -> Any:
             mine = [row for row in rows if row["form"] == form]
             axes.plot(
                 [row["side"] ** 2 / 1e6 for row in mine], [row["peak"] / MIB for row in mine], marker="o", markersize=4,
-                linestyle=["-", ":", "--", "-.", "-"][number % 5], label=form,
+                linestyle=["-", ":", "--", "-.", "-", ":"][number % 6], label=form,
                 color=COLOURS["ours" if form.startswith("tile") else "stock"],
             )  # fmt: skip
         axes.set_yscale("log")
