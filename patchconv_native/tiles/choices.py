@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from .costs import (
 from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
-from .reach import reach_of
+from .reach import Reaches
 from .strip_sizes import step_work, strip_bytes
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
@@ -132,7 +131,7 @@ class Planner:
         self._cut: dict[tuple[Any, ...], Sweep] = {}
         self._found: dict[tuple[Any, ...], _Found] = {}
         self._made = {v: place for place, call in enumerate(graph.calls) for v in call.outputs}
-        self.reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in kinds.axes]
+        self.reaches = [Reaches(graph, axis) for axis in kinds.axes]
 
     def _last_uses(self, bases: list[Sweep]) -> dict[int, Time]:
         whole = {v for v in self.results if v not in self.kinds.dims}

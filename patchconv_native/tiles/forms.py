@@ -5,7 +5,6 @@ their parameters. A training step changes these, and so records the module again
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ..settings import all_settings
 from .graph import Call, Graph, is_differentiable, refs
 from .keys import digest_of
 from .plan import TilePlan
-from .reach import reach_of
 
 _OF_CLASSES = {F.cross_entropy, F.nll_loss, F.embedding, F.one_hot}
 """Functions that take whole numbers for classes, not for places."""
@@ -53,10 +51,14 @@ def form_of(graph: Graph) -> str:
 
 def emptied(plan: TilePlan) -> TilePlan:
     """Without the graph, which holds the module's tensors."""
-    return dataclasses.replace(plan, graph=Graph(), reaches=[])
+    return _of_graph(plan, Graph())
 
 
 def filled(plan: TilePlan, graph: Graph) -> TilePlan:
     """A plan of `emptied`, for a graph of the same form."""
-    reaches = [functools.cache(functools.partial(reach_of, graph, axis)) for axis in plan.kinds.axes]
+    return _of_graph(plan, graph)
+
+
+def _of_graph(plan: TilePlan, graph: Graph) -> TilePlan:
+    reaches = [dataclasses.replace(one, graph=graph) for one in plan.reaches]
     return dataclasses.replace(plan, graph=graph, reaches=reaches)

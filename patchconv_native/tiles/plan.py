@@ -13,7 +13,7 @@ from .choices import largest_value, result_sizes
 from .graph import Graph
 from .kinds import Kinds, Region, Time
 from .outside import Outside
-from .reach import Reach
+from .reach import Reaches
 from .sweeps import Sweep, bytes_of
 
 RECORDING = 8 * 1024
@@ -64,7 +64,7 @@ class TilePlan:
     """In backward, the sweeps before which stored values are asked for their shares of numbers of the whole image. For
     others, where there is no room for both the value and its gradient, it is computed again.
     """
-    reaches: Sequence[Callable[[int], Reach]] = field(default_factory=list)
+    reaches: Sequence[Reaches] = field(default_factory=list)
     """Along each axis, that of each call."""
     backward: float = 0.0
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""

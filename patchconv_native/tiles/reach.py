@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,6 +84,22 @@ class Reach:
         if row >= self.size:
             return 2**62
         return row // self.factor if v not in self.low else self.low[v][row // self.cell]
+
+
+@dataclass
+class Reaches:
+    """That of each call along one axis. It is looked for when it is asked for first."""
+
+    graph: Graph
+    kinds: Kinds
+    """Of this axis."""
+    known: dict[int, Reach] = field(default_factory=dict)
+    """Also those of other graphs of the same form."""
+
+    def __call__(self, place: int) -> Reach:
+        if place not in self.known:
+            self.known[place] = reach_of(self.graph, self.kinds, place)
+        return self.known[place]
 
 
 def reach_of(graph: Graph, kinds: Kinds, place: int) -> Reach:
