@@ -120,24 +120,26 @@ class StepAtOnce(AtOnce):
                 yield begins
 
     def _of_parts(self, begins: Sequence[int], in_lean: bool) -> Least:
-        """Both passes on values without data, above the gradients that are asked for."""
+        """Both passes on values without data, above the gradients of parameters, which are there before and added to."""
         graph, device = self._graph, self._graph.device
         peak = PeakOf(device.type)
         constants = {id(one): one for call in graph.calls for one in call.constants}
         with graph.mode, torch.no_grad():
             swaps = {key: like(graph.mode, one) for key, one in constants.items()}
+            for one in swaps.values():
+                one.grad = torch.empty_like(one) if one.requires_grad else None
             images = {v: graph.fakes[v].detach().requires_grad_(v in graph.needs) for v in graph.inputs}
             grads = {v: torch.empty_like(graph.fakes[v]) for v in set(graph.results) & graph.needs}
         casts = {(id(swaps[key]), dtype): size for (key, dtype), size in graph.casts.items() if key in swaps}
         counted = Storages(peak, device, casts)
-        counted.there_before([*images.values(), *swaps.values(), *grads.values()])
+        counted.there_before(
+            [*images.values(), *swaps.values(), *(one.grad for one in swaps.values()), *grads.values()]
+        )
         with graph.mode, counted, torch.enable_grad():
             results = computed_whole(swapped(graph, swaps), images, begins, in_lean)
             forward = peak.most
             some = [v for v in grads if results[v].requires_grad]
             if some:
                 torch.autograd.backward([results[v] for v in some], [grads[v] for v in some])
-        asked = [*images.values(), *(swaps[key] for key, one in constants.items() if one.is_leaf)]
-        gradients = sum(one.grad.nbytes for one in asked if one.grad is not None)
         where = f"its {'backward' if peak.most > forward else 'forward'} pass"
-        return self._plan(peak.most - gradients, where, begins, in_lean)
+        return self._plan(peak.most, where, begins, in_lean)

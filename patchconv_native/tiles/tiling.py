@@ -21,7 +21,7 @@ from ..spatial import NotServed
 from .arguments import Arguments, check_called
 from .arrays import Sink, Source, check_out, is_array, on_host, share_memory
 from .at_once import AtOnce, StepAtOnce
-from .calls import Progress, computed
+from .calls import Progress, computed, report
 from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
 from .graded import Graded
@@ -85,7 +85,7 @@ def tile(
     samples, rows and columns. To keep a budget, a batch is cut whatever `dim` is.
 
     Gradients: the budget is then that of both passes, above the gradients of the images and of the parameters too. In
-    one that a step of the module keeps nothing is cut; else the call is one autograd node. With `out` gradients are not
+    one that a step of the module keeps, with 10 % to spare, nothing is cut; else the call is one autograd node. With `out` gradients are not
     served. Raises NotServed, a NotImplementedError, naming the function and its module, where a function has no rule,
     or where what the module does depends on the values of pixels; BudgetError (with `least`, in bytes) for a budget
     that cannot be kept. Both before anything is computed.
@@ -178,6 +178,7 @@ def _unseen() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at numbers
         if with_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         yield
@@ -361,6 +362,7 @@ def run_plan(
         if plan.kept_by_autograd:
             whole = {v: Source("tile", image, graph.device).all().to(graph.device) for v, image in images.items()}
             found = computed_whole(graph, whole, plan.parts, plan.in_lean)
+            report(progress, 1, 1)
         elif are_fake(images.values()):
             found = results_of(plan, images)
         elif plan.graph.needs:

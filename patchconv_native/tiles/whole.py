@@ -53,7 +53,8 @@ def computed_whole(graph: Graph, images: dict[int, Tensor], begins: Sequence[int
         for number, part in enumerate(parts):
             run: Any = functools.partial(_computed, part)
             if part is not parts[-1]:
-                run = functools.partial(checkpoint, run)
+                # rrelu saves its noise before it draws it: the second run must not stop there.
+                run = functools.partial(checkpoint, run, early_stop=all(call.name != "rrelu" for call in part.calls))
             found = run(*[values[v] for v in part.inputs])
             later = results.union(*[one.inputs for one in parts[number + 1 :]])
             values = {v: value for v, value in values.items() if v in later}
