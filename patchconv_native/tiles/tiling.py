@@ -85,10 +85,10 @@ def tile(
     samples, rows and columns. To keep a budget, a batch is cut whatever `dim` is.
 
     Gradients: the budget is then that of both passes, above the gradients of the images and of the parameters too. In
-    one that a step of the module keeps, with 10 % to spare, nothing is cut; else the call is one autograd node. With `out` gradients are not
-    served. Raises NotServed, a NotImplementedError, naming the function and its module, where a function has no rule,
-    or where what the module does depends on the values of pixels; BudgetError (with `least`, in bytes) for a budget
-    that cannot be kept. Both before anything is computed.
+    one that a step of the module keeps, with 10 % to spare, nothing is cut; else the call is one autograd node. With
+    `out` gradients are not served. Raises NotServed, a NotImplementedError, naming the function and its module, where a
+    function has no rule, or where what the module does depends on the values of pixels; BudgetError (with `least`, in
+    bytes) for a budget that cannot be kept. Both before anything is computed.
     """
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
