@@ -71,6 +71,67 @@ class AtOnce:
         graph, device = self._graph, self._graph.device
         peak, most = PeakOf(device.type), (0, 0)
         counted = Storages(peak, device, graph.casts)
+        counted.there_before([graph.fakes[v] for v in graph.inputs])
+        run = Run(graph, uncut(graph), set(), {}, Store("device"))
+        run.whole = {v: graph.fakes[v] for v in graph.inputs}
+
+        def done(place: int) -> None:
+            nonlocal most
+            if peak.most > most[0]:
+                most = peak.most, place
+
+        with graph.mode, torch.no_grad(), counted:
+            run_between(run, 0, last_uses(graph, run.kinds, set(graph.results), []), done)
+        return most[0], graph.calls[most[1]].where
+
+
+class StepAtOnce(AtOnce):
+    """Of a call with gradients."""
+
+    def _all(self) -> Iterator[Least]:
+        ways = [([0], False), ([0], True), *((begins, True) for begins in self._parts())]
+        least, worse = math.inf, 0
+        for number, (begins, in_lean) in enumerate(ways):
+            if number == len(self._found):
+                self._found.append(self._of_parts(begins, in_lean))
+            yield self._found[number]
+            peak = self._found[number][0].peak
+            least, worse = (peak, 0) if peak < least else (least, worse + 1)
+            if worse == WORSE:
+                return
+
+    def _parts(self) -> Iterator[list[int]]:
+        """Where parts begin that make about as many bytes each, with little that is read after their ends."""
+        graph, made, last = self._graph, {}, {}
+        for place, call in enumerate(graph.calls):
+            made.update(dict.fromkeys(call.outputs, place))
+            last.update(dict.fromkeys(call.inputs, place))
+        live, before = [0] * len(graph.calls), [0] * (len(graph.calls) + 1)
+        for v, begin in made.items():
+            for place in range(begin + 1, last.get(v, begin) + 1):
+                live[place] += bytes_of(graph, v)
+        for place, call in enumerate(graph.calls):
+            before[place + 1] = before[place] + sum(bytes_of(graph, v) for v in call.outputs)
+        known: list[list[int]] = []
+        for count in PARTS:
+            begins = [0, *balanced(before, live, count)]
+            if begins not in known and len(begins) > 1:
+                known.append(begins)
+                yield begins
+
+    def _of_parts(self, begins: Sequence[int], in_lean: bool) -> Least:
+        """Both passes on values without data. Parameters have gradients before, to which new ones are added."""
+        graph, device = self._graph, self._graph.device
+        peak = PeakOf(device.type)
+        constants = {id(one): one for call in graph.calls for one in call.constants}
+        with graph.mode, torch.no_grad():
+            swaps = {key: like(graph.mode, one) for key, one in constants.items()}
+            for one in swaps.values():
+                one.grad = torch.empty_like(one) if one.requires_grad else None
+            images = {v: graph.fakes[v].detach().requires_grad_(v in graph.needs) for v in graph.inputs}
+            grads = {v: torch.empty_like(graph.fakes[v]) for v in set(graph.results) & graph.needs}
+        casts = {(id(swaps[key]), dtype): size for (key, dtype), size in graph.casts.items() if key in swaps}
+        counted = Storages(peak, device, casts)
         counted.there_before([images, grads, swaps, [one.grad for one in swaps.values()]])
         with graph.mode, counted, torch.enable_grad():
             results = computed_whole(swapped(graph, swaps), images, begins, in_lean)
