@@ -292,6 +292,15 @@ def test_tiles_that_read_all_of_a_value_make_no_views_of_it() -> None:
     assert not made.count("aten::slice_backward")
 
 
+def test_what_is_all_of_an_axis_is_padded_without_a_copy() -> None:
+    net, x = nn.Sequential(conv(3, 8), nn.ReLU(), conv(8, 4)).double(), structured((1, 3, 40, 24)).requires_grad_()
+    y = pc.tile(net, x, tile=(40, 24))
+    with torch.autograd.profiler.profile() as seen:
+        y.sum().backward()
+    made = [event.name for event in seen.function_events]
+    assert made.count("patchconv::_convolution_backward") == 2 and not made.count("aten::cat")
+
+
 @pytest.mark.parametrize("tile", [(40, 24), (10, 24)])
 def test_what_a_backward_pass_does_not_compute_again(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions whose results were stored, for norms in training: these are asked for their sums as they are."""
