@@ -53,6 +53,12 @@ struct Moments {
     squares += s + delta * delta * (count * n / total);
     count = total;
   }
+
+  // `s` was summed about `center`, which is `m` as float32 has it: the sum about `m` is less by n (m - center)^2.
+  void add(double n, double m, double s, double center) {
+    const double rest = s - n * (m - center) * (m - center);
+    add(n, m, rest < 0 ? 0 : rest);  // NaN stays NaN
+  }
 };
 
 // In float64: else a mean that should be zero would be less exact than stock's.
@@ -102,7 +108,9 @@ void row_moments(const T* x, int64_t n, Moments* moments) {
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t count = std::min(kBlock, n - i);
     const double mean = sum(x + i, count) / static_cast<double>(count);
-    moments->add(static_cast<double>(count), mean, squares<Acc>(x + i, count, static_cast<Acc>(mean)));
+    const Acc center = static_cast<Acc>(mean);
+    moments->add(static_cast<double>(count), mean, squares<Acc>(x + i, count, center),
+                 static_cast<double>(center));
   }
 }
 
@@ -155,7 +163,8 @@ void channels_last_moments(const T* x, int64_t pixels, int64_t c, Moments* resul
                            for (int64_t k = 0; k < c; ++k) squares[k] += static_cast<double>(sums[k]);
                          }
                          for (int64_t k = 0; k < c; ++k)
-                           parts[part * c + k].add(static_cast<double>(count), totals[k], squares[k]);
+                           parts[part * c + k].add(static_cast<double>(count), totals[k], squares[k],
+                                                   static_cast<double>(means[k]));
                        }
                      }
                    });

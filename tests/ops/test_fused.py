@@ -152,6 +152,17 @@ def test_running_statistics_move_once(device):
     torch.testing.assert_close(vars[0], vars[1])
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_statistics_of_values_far_from_zero(layout):
+    """On a CPU, a mean of a million deviations: its rounding to float32 is not in the variance."""
+    torch.manual_seed(5)
+    x = lay_out(torch.randn(2, 8, 65, 67) + 1e6 * torch.arange(8)[:, None, None], layout)
+    mean, var = torch.ops.patchconv._batch_statistics(x, None, None, 0.1)
+    want_var, want_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    torch.testing.assert_close(mean.double(), want_mean, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(var.double(), want_var, rtol=2e-7, atol=0)
+
+
 def test_sums_of_two_shapes(device):
     """Broadcasting goes through the two operators."""
     x = torch.randn(2, 3, 4, device=device, requires_grad=True)
