@@ -76,11 +76,12 @@ def checkpoint(
 ) -> Any:
     """fn(*args, **kwargs), which saves its arguments alone for backward and runs fn again there.
 
-    As torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its keywords, but for two things. Running
+    As torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its keywords, but for three things. Running
     statistics are updated in the first run alone: those of batch and instance norms, stock's and this package's,
-    modules and functions, and every module buffer named running_mean, running_var or num_batches_tracked. And the
-    second run has the settings of the first: deterministic algorithms, cuDNN's flags, TF32, `backend`, `recompute`,
-    `workspace_limit`. With grad mode off, fn just runs. Inside `lean()`, both runs are inside `lean()`.
+    modules and functions, and every module buffer named running_mean, running_var or num_batches_tracked. The second
+    run has the settings of the first: deterministic algorithms, cuDNN's flags, TF32, `backend`, `recompute`,
+    `workspace_limit`. And an fn that ends in rrelu has its gradients (torch's stops before the noise is drawn). With
+    grad mode off, fn just runs. Inside `lean()`, both runs are inside `lean()`.
 
     ValueError for use_reentrant=True, TypeError for an fn that cannot be called, and torch's own errors. Inside
     torch.compile this is torch's own checkpoint. A checkpoint can be compiled, and so can a module inside of fn, but

@@ -59,6 +59,25 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
+def _rrelu(func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False,
+           *rest: Any, **options: Any) -> Tensor:  # fmt: skip
+    """func, F.rrelu or torch.rrelu, of a second run. A run that stops early stops as the noise is saved, before it
+    is drawn: it is drawn then.
+    """
+    generator = None if func is F.rrelu else rest[0] if rest else options.get("generator")
+    if not training or (func is F.rrelu and (options.get("inplace") or any(rest))):
+        return func(input, lower, upper, training, *rest, **options)
+    noise = torch.empty_like(input, memory_format=torch.contiguous_format)
+    draw = functools.partial(torch.ops.aten.rrelu_with_noise, noise=noise, lower=lower, upper=upper, training=True,
+                             generator=generator)  # fmt: skip
+    try:
+        return draw(input)
+    except BaseException:
+        with torch.no_grad():
+            draw(input)
+        raise
+
+
 class _OfThread(threading.local):
     """The reruns of this thread that have not ended, outermost first."""
 
@@ -185,6 +204,8 @@ class Rerun(TorchFunctionMode):
                 self._copies.setdefault(id(given), (given, None))
         if func is Tensor.add_ and not args[0].is_floating_point() and args[0].dim() == 0:
             self._enter_norm_that_counts(args[0])
+        if func in (F.rrelu, torch.rrelu):
+            return _rrelu(func, *args, **kwargs)
         if not self._copies:
             return func(*args, **kwargs)
         args = tuple(map(self._copy_of, args))

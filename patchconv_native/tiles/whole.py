@@ -53,10 +53,7 @@ def computed_whole(graph: Graph, images: dict[int, Tensor], begins: Sequence[int
         for number, part in enumerate(parts):
             run: Any = functools.partial(_computed, part)
             if part is not parts[-1]:
-                # rrelu saves its noise before it draws it: the second run must not stop there.
-                run = functools.partial(
-                    checkpoint, run, early_stop=not any("rrelu" in call.name for call in part.calls)
-                )
+                run = functools.partial(checkpoint, run)
             found = run(*[values[v] for v in part.inputs])
             later = results.union(*[one.inputs for one in parts[number + 1 :]])
             values = {v: value for v, value in values.items() if v in later}
