@@ -54,8 +54,7 @@ struct Moments {
     count = total;
   }
 
-  // `s` was summed about `center`, which is `m` as float32 has it: the sum about `m` is less by n (m -
-  // center)^2.
+  // `s` was summed about `center`, which is `m` as float32 has it: that added n (m - center)^2.
   void add(double n, double m, double s, double center) {
     const double rest = s - n * (m - center) * (m - center);
     add(n, m, rest < 0 ? 0 : rest);  // NaN stays NaN
