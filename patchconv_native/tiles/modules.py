@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .._budget import BudgetError
@@ -60,8 +59,7 @@ class _Tiled(Wrapped):
         if self._patchconv_budget is None and _stays_uncut(self, arguments.images):
             return inner(*args, **kwargs)
         if are_fake(arguments.images):
-            with _disable_current_modes():  # what planning makes is not of the call
-                plan = _new_plan(self, inner, arguments, self._patchconv_budget)
+            plan = _new_plan(self, inner, arguments, self._patchconv_budget)
         else:
             plan = planned_together(OWNER, arguments, lambda: _plan_for(self, inner, arguments, self._patchconv_budget))
         if plan is None:

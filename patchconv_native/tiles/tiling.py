@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from .._bytes import parse_bytes
@@ -172,13 +173,15 @@ def budget_of(owner: str, budget: int | str | None) -> int | None:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """For values without data. Without inference mode they may be viewed like others; gradients are on if they were
-    outside of that mode. What autograd saves of them is not for the caller's hooks, such as those of a checkpoint.
+    outside of that mode. They and what autograd saves of them are not for the caller's modes and hooks, such as those
+    of a memory trace and of a checkpoint.
     """
     with_gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(with_gradients))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it looks at numbers
+        stack.enter_context(_disable_current_modes())
         if with_gradients and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         yield

@@ -36,3 +36,20 @@ def test_a_tiled_model_is_predicted(part: str, train: bool) -> None:
     real = pc.memory.trace(copy.deepcopy(model), x, train=train).peak
     assert fake == meta < 0.95 * stock
     assert 0.9 * real <= fake <= 1.15 * real
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_calls_of_tile_are_predicted(train: bool) -> None:
+    """Planning is not of the step: values without data of its own are not counted."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) * 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return pc.tile(self.inner, x, budget="768KiB")
+
+    model, x = Net(), torch.randn(2, 8, 96, 80)
+    real, fake = (pc.memory.trace(copy.deepcopy(model), x, train=train, fake=fake).peak for fake in (False, True))
+    assert 0.9 * real <= fake <= 1.15 * real
