@@ -22,13 +22,11 @@ from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .backward import Backward
 from .calls import Progress, computed
-from .graph import Graph, is_differentiable
+from .graph import DETACHES, Graph, is_differentiable
 from .plan import TilePlan
 from .rows import Rows
 from .run import Run
 from .stores import Store
-
-_DETACH = {"detach", "detach_"}
 
 
 def refuse_transforms(owner: str, images: Iterable[Any]) -> None:
@@ -51,7 +49,10 @@ def find_needs(graph: Graph, images: Sequence[Any]) -> None:
     for call in graph.calls:
         own = any(constant.requires_grad for constant in call.constants)
         asked = asked or own
-        if call.history and call.name not in _DETACH and (own or not needs.isdisjoint(call.inputs)):
+        if call.writes and not call.history and call.inputs[0] in needs:
+            why = "it writes without gradients into a tensor that has some"
+            raise NotServed(f"tile: {call.where} is not served: {why}")
+        if call.history and call.name not in DETACHES and (own or not needs.isdisjoint(call.inputs)):
             needs.update(v for v in call.outputs if is_differentiable(graph.fakes[v]))
     graph.needs = needs if asked else set()
 
@@ -75,7 +76,7 @@ def _by_nothing(graph: Graph, results: Iterable[int]) -> set[int]:
     found: set[int] = set()
     for call in reversed(graph.calls):
         made = reached.intersection(call.outputs)
-        if not made or not call.history or call.name in _DETACH:
+        if not made or not call.history or call.name in DETACHES:
             continue
         reached.update(graph.needs.intersection(call.inputs))
         if any(v in found or graph.fakes[v].numel() == 0 for v in made):

@@ -20,6 +20,8 @@ from ..spatial.pointwise import BY_PLACE
 from ..spatial.rules import name_of
 from .watch import writes_first
 
+DETACHES = {"detach", "detach_", "data"}
+"""Functions whose results have no history."""
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
 

@@ -30,6 +30,7 @@ from .draws import Draws
 from .graph import Call, Graph, Ref, autocast_of, is_differentiable
 from .named import Elsewhere, check_iterators, functions_of
 from .state import Held, modules_of, objects, owners_of
+from .views import View, Views
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
 
@@ -40,6 +41,8 @@ class Recorded(Tensor):
     _index: int
     _fake: FakeTensor
     _lost: str
+    """What has written into it by way of another view, if it was not made again since."""
+    _view: View | None
 
     @staticmethod
     def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
@@ -47,7 +50,7 @@ class Recorded(Tensor):
             cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device,
             requires_grad=recorder.gradients and is_differentiable(fake),
         )  # fmt: skip
-        self._recorder, self._fake, self._index, self._lost = recorder, fake, index, ""
+        self._recorder, self._fake, self._index, self._lost, self._view = recorder, fake, index, "", None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -95,6 +98,7 @@ class Recorder:
         """The storages of running statistics that calls move, which they do when all is computed."""
         self._inside: list[str] = [""]
         self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
+        self._views = Views(gradients, self._call_again)
 
     def value(self, fake: FakeTensor) -> Recorded:
         index = len(self.graph.fakes)
@@ -126,7 +130,7 @@ class Recorder:
         for leaf in tree_leaves(values):
             if isinstance(leaf, Recorded) and leaf._recorder is not self:
                 raise self.refuse(name, "it reads what an earlier call of tile has left in an object")
-            if isinstance(leaf, Recorded) and leaf._lost:
+            if isinstance(leaf, Recorded) and not self._views.made_again(leaf):
                 raise self.refuse(name, f"it reads a tensor that {leaf._lost} has written to by way of a view")
             if isinstance(leaf, Recorded) and self.gradients:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -206,6 +210,7 @@ class Recorder:
 
         made = tree_map(wrap, found)
         call.result = tree_map_only(Recorded, lambda value: Ref(value._index), made)
+        self._views.link(call, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Recorded)], list(known.values()))
         return made
 
     def _add(self, call: Call) -> None:
@@ -237,17 +242,32 @@ class Recorder:
             del call.constants
 
     def _written(self, call: Call, value: Recorded) -> Recorded:
-        """The same object is another value from here on. Views of it cannot be read any more."""
+        """The same object is another value from here on, and so is what it is a view of. Other views are lost, until
+        they are made again.
+        """
         if value.shape != value._fake.shape or value.stride() != value._fake.stride():
             raise self.refuse(call.name, "it gives a tensor another shape in place")
         for other in self._alive[value._fake.untyped_storage()._cdata]:
             view = other()
             if view is not None and view is not value:
                 view._lost = call.where
-        value._index = len(self.graph.fakes)
-        self.graph.fakes.append(value._fake)
-        call.result = Ref(value._index)
+        value._index = self._number(call, value._fake)
+        self._views.written(value)
         return value
+
+    def _number(self, call: Call, fake: FakeTensor) -> int:
+        """That of the value that a call gives."""
+        self.graph.fakes.append(fake)
+        call.result = Ref(len(self.graph.fakes) - 1)
+        return call.result.index
+
+    def _call_again(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], history: bool, fake: FakeTensor
+    ) -> Ref:  # fmt: skip
+        """Of a call that the module has not made, what it gives."""
+        call = Call(function, args, kwargs, self._inside[-1], autocast_of(str(self.graph.device.type)), history=history)
+        self._add(call)
+        return Ref(self._number(call, fake))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..spatial.rules import name_of
-from ..spatial.shapes import set_item
+from ..spatial.shapes import put_back, set_item
 from .draws import Draws
 
 _tensor: Any = Tensor
@@ -33,7 +33,7 @@ _GIVES = {"numpy", "__array__", "__dlpack__", *_READS}
 def writes_first(function: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call writes into its first argument."""
     name = name_of(function)
-    if function is set_item or kwargs.get("inplace"):
+    if function in (set_item, put_back) or kwargs.get("inplace"):
         return True
     if name.startswith("__"):  # __iadd__ is that of __add__
         return name.startswith("__i") and hasattr(Tensor, "__" + name[3:])
