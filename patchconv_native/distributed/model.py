@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from ..spatial import Axes, Axis, NotServed, SpatialTensor
 from ..spatial.norms import statistics_over
 from ..spatial.operands import scattered
-from ..tiles.record import Recorded
+from ..tiles.recorded import Recorded
 from ..wrap import Wrapped, add_kind, reason_against
 from .moving import gather, groups_on_mesh, scatter, takes
 from .ranks import Ranks, group_of, same_everywhere

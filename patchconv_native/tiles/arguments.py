@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..spatial import NotServed, SpatialTensor
 from .arrays import is_array
-from .record import Recorded
+from .recorded import Recorded
 from .shared import Shared, shared_by
 from .state import change, change_of, containers, contents, objects, same
 

@@ -23,7 +23,7 @@ from .graph import Graph
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .ranks import planned_together
-from .record import Recorded
+from .recorded import Recorded
 from .shared import strides_of
 from .strip_sizes import is_best_uncut
 from .tiling import budget_of, plan_graph, record_call, run_plan

@@ -8,6 +8,7 @@ parameters alone is computed, and is a constant of the graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import threading
 import weakref
@@ -25,52 +26,14 @@ from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.forms import in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
-from ..spatial.tensor import OF_SHAPE
 from .draws import Draws
-from .graph import Call, Graph, Ref, autocast_of, is_differentiable
+from .filled import OfImages, value_like
+from .graph import Call, Graph, Ref, autocast_of
 from .named import Elsewhere, check_iterators, functions_of
+from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
-from .views import View, Views
+from .views import Views
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
-
-
-class Recorded(Tensor):
-    """A value with a shape and no data, while a module is recorded."""
-
-    _recorder: Recorder
-    _index: int
-    _fake: FakeTensor
-    _lost: str
-    """What has written into it by way of another view, if it was not made again since."""
-    _view: View | None
-
-    @staticmethod
-    def __new__(cls, recorder: Recorder, fake: FakeTensor, index: int) -> Recorded:
-        self = Tensor._make_wrapper_subclass(
-            cls, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device,
-            requires_grad=recorder.gradients and is_differentiable(fake),
-        )  # fmt: skip
-        self._recorder, self._fake, self._index, self._lost, self._view = recorder, fake, index, "", None
-        return self
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Recorded(shape={tuple(self._fake.shape)}, dtype={self._fake.dtype})"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in OF_SHAPE:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, Recorded))
-        return first._recorder.call(func, tuple(args), kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotServed(f"{name_of(func)}: not served by tile: C++ code called it, past torch's functions")
-
 
 _tensor: Any = Tensor
 _ANSWERS = {
@@ -191,6 +154,8 @@ class Recorder:
         first = args[0] if args else None
         if writes and not isinstance(first, Recorded):
             made = isinstance(first, Tensor) and self._watch.made_of([first])
+            if made:
+                self._watch.filled.check(storage_of(cast(Tensor, first)))
             of_call = "it writes what follows from an image into a tensor that does not: make it by x.new_zeros"
             raise self.refuse(
                 name_of(function), of_call if made else "it writes into a tensor that was there before the call"
@@ -212,6 +177,19 @@ class Recorder:
         call.result = tree_map_only(Recorded, lambda value: Ref(value._index), made)
         self._views.link(call, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Recorded)], list(known.values()))
         return made
+
+    def fill(self, numbers: set[int], image: Recorded) -> None:
+        """numbers: of calls of FACTORIES whose results are values."""
+        self._watch.filled.of_images = dict.fromkeys(numbers, functools.partial(self._filled_like, image))
+
+    def _filled_like(self, image: Recorded, made: Tensor) -> Any:
+        if made.device.type != image.device.type or made.requires_grad or not made.numel():
+            return made
+        with self._watch.off():
+            number = made.flatten()[0].item()
+        alive = (one() for some in self._alive.values() for one in some)
+        there = [one for one in alive if one is not None and not one._lost]
+        return value_like(self.call, there, image, made, number)
 
     def _add(self, call: Call) -> None:
         self.graph.calls.append(call)
@@ -343,6 +321,20 @@ def record(
     what the module computes of its parameters alone has its history. NotServed, with nothing changed, for what cannot
     be recorded.
     """
+    of_images: set[int] = set()
+    while True:
+        try:
+            return _record(module, images, device, call, others, keep_changes, of_images)
+        except OfImages as found:
+            of_images.add(found.number)
+
+
+def _record(
+    module: Callable[..., Any], images: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]],
+    device: torch.device, call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
+    others: Sequence[Any], keep_changes: bool, of_images: set[int],
+) -> Graph:  # fmt: skip
+    """of_images: the numbers of calls of FACTORIES whose results are values."""
     parts = [part for whole in modules_of(module) for part in whole.modules()]
     names = {id(part): name for whole in modules_of(module) for name, part in whole.named_modules()}
     owners = owners_of(module, parts, others)
@@ -369,6 +361,7 @@ def record(
             fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         made.append(recorder.value(cast(FakeTensor, fake)))
         graph.inputs.append(made[-1]._index)
+    recorder.fill(of_images, made[0])
     try:
         with (
             watch.watching(),

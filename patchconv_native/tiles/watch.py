@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..spatial.rules import name_of
 from ..spatial.shapes import put_back, set_item
 from .draws import Draws
+from .filled import FACTORIES, Filled
 
 _tensor: Any = Tensor
 ON_PIXELS = {
@@ -100,6 +101,7 @@ class Watch(TorchDispatchMode):
         self.wrote, self._off = False, False
         self._made: set[int | None] = set()
         """The storages that were not there before."""
+        self.filled = Filled()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,6 +111,7 @@ class Watch(TorchDispatchMode):
                 yield
         finally:
             self.before_read = self.before_write = _nothing
+            self.filled.of_images = {}
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -203,7 +206,9 @@ class _Functions(TorchFunctionMode):
         if len(plain) == len(given) and any(one.is_inference() for one in plain):
             with torch.inference_mode():  # they can be written to in it alone
                 return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        is_new = func in FACTORIES and isinstance(found, Tensor) and len(plain) == len(given)
+        return self._watch.filled.given(found, storage_of(found)) if is_new else found
 
 
 @contextlib.contextmanager

@@ -198,11 +198,6 @@ def test_the_module_of_what_is_refused_is_named() -> None:
         pc.tile(net.double(), structured((1, 3, 12, 10)), tile=4)
 
 
-def test_images_are_not_written_into_what_is_made_without_them() -> None:
-    with pytest.raises(pc.NotServed, match=r"scatter_ is not served: .* make it by x.new_zeros"):
-        pc.tile(lambda x: torch.zeros(1, 3, 12, 10).scatter_(1, x.argmax(1, True), 1.0), structured((1, 3, 12, 10)))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors that modules keep
 

@@ -1,0 +1,137 @@
+"""Modules that make a tensor of zeros, ones or one number, and write what follows from an image into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.errors import raises
+from support.spatial_chains import structured
+from torch import Tensor, nn
+
+import patchconv_native as pc
+
+
+def inverse_wavelets(y: Tensor) -> Tensor:
+    n, channels, h, w = y.shape
+    a, b, c, d = y.chunk(4, 1)
+    result = torch.zeros([n, channels // 4, 2 * h, 2 * w], dtype=y.dtype).double()
+    result[:, :, 0::2, 0::2] = a - b - c + d
+    result[:, :, 1::2, 0::2] = a - b + c - d
+    result[:, :, 0::2, 1::2] = a + b - c - d
+    result[:, :, 1::2, 1::2] = a + b + c + d
+    return result
+
+
+def channels(y: Tensor) -> Tensor:
+    result = torch.empty(y.shape, dtype=y.dtype)
+    for i in range(y.size(1)):
+        result[:, i] = y[:, -i] * i
+    return result
+
+
+def added(y: Tensor) -> Tensor:
+    result, mask = torch.zeros(y.shape, dtype=y.dtype), torch.zeros(3)
+    mask[1] = 2
+    result += y
+    return result.add_(y, alpha=2).mul_(mask.sum())
+
+
+def some_channels(y: Tensor) -> Tensor:
+    result = torch.ones(y.size(0), 2, *y.shape[2:], dtype=y.dtype)
+    result[:, 1:2] = y[:, 1:2].tanh()
+    return result * y.mean(1, True)
+
+
+def windows(y: Tensor) -> Tensor:
+    """Overlapping ones, and how many there were at each place."""
+    total, weight = torch.zeros_like(y.detach()), torch.zeros(1, 1, *y.shape[2:], dtype=y.dtype)
+    for i in range(0, y.size(2), 10):
+        total[:, :, i : i + 15] += y[:, :, i : i + 15]
+        weight[:, :, i : i + 15] += 1
+    return total / weight
+
+
+def of_half_the_size(y: Tensor) -> Tensor:
+    small = nn.functional.avg_pool2d(y, 2)
+    result = torch.full(small.shape, 0.5, dtype=y.dtype)
+    result[:, 1:] = small[:, :-1]
+    return result
+
+
+def classes(y: Tensor) -> Tensor:
+    return torch.zeros(y.shape, dtype=y.dtype).scatter_(1, y.argmax(1, keepdim=True), 1.0) * y
+
+
+def numbers_alone(y: Tensor) -> Tensor:
+    """Stays a constant: no pixel is written into it."""
+    ramp = torch.zeros(y.shape[-1], dtype=y.dtype)
+    ramp[::2] = 1
+    return y * ramp + (1 if ramp[1] == 0 else 2)
+
+
+BODIES = [inverse_wavelets, channels, added, some_channels, windows, of_half_the_size, classes, numbers_alone]
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("kind", [{"tile": 6}, {"budget": "1GiB"}], ids=str)
+@pytest.mark.parametrize("body", BODIES)
+def test_as_the_module(body: Callable[[Tensor], Tensor], kind: dict[str, int | str], graded: bool) -> None:
+    torch.manual_seed(2)
+    conv, x = nn.Conv2d(3, 4, 3, padding=1).double(), structured((1 + graded, 3, 24, 17 - graded))
+
+    def step(run: Callable[[], Tensor]) -> list[Tensor]:
+        y = run()
+        assert y.requires_grad == graded
+        return [y, *torch.autograd.grad((y * y.detach().cos()).sum(), list(conv.parameters()))] if graded else [y]
+
+    with torch.set_grad_enabled(graded):
+        want = step(lambda: body(conv(x)))
+        got = step(lambda: pc.tile(lambda x: body(conv(x)), x, **kind))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    assert got[0].stride() == want[0].stride()
+
+
+def test_what_is_of_a_values_size_is_cut() -> None:
+    with torch.no_grad():
+        for body in (channels, some_channels, added, of_half_the_size):
+            plan = pc.tile_plan(body, torch.randn(1, 4, 64, 32), tile=8)
+            assert len(plan.sweeps) == 1 and plan.sweeps[0].strips >= 4 and not plan.kinds.why
+
+
+def test_modules_that_count() -> None:
+    """A module that is recorded twice has run once."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.calls = 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.calls.append(self.count)
+            return channels(x) + torch.rand(1, dtype=x.dtype) * 0
+
+    net, x = Counts(), structured((1, 4, 24, 17))
+    torch.manual_seed(0)
+    pc.tile(net, x, tile=6)
+    assert net.count == 1 and net.calls == [1]
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    channels(x), torch.rand(1, dtype=x.dtype)
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_others_are_refused() -> None:
+    given, x = torch.zeros(1, 4, 24, 17).double(), structured((1, 4, 24, 17))
+
+    def made(x: Tensor) -> Tensor:
+        return torch.linspace(0, 1, 17).double().expand(1, 4, 24, 17).clone().add_(x)
+
+    raises(pc.NotServed, {
+        "it writes into a tensor that was there before the call": lambda: pc.tile(given.add_, x, tile=6),
+        "make it by x.new_zeros": lambda: pc.tile(made, x, tile=6),
+    })  # fmt: skip
+    assert not given.any()
