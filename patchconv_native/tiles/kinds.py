@@ -22,6 +22,7 @@ from ..spatial import Axes, NotServed, Range, SpatialTensor
 from ..spatial.layout import cut_out
 from ..spatial.rules import RULES
 from .graph import Call, Graph
+from .own_backward import OwnBackward
 from .strips import Asked, axis_of, part_cuts, run_part, with_values
 
 _MIX = (
@@ -133,7 +134,8 @@ def _add(graph: Graph, kinds: Kinds, call: Call) -> None:
         try:
             questions, results, alone = _probed(graph, kinds, call)
         except NotServed as error:
-            if call.function not in ON_WHOLE and call.function not in RULES:
+            known = call.function in ON_WHOLE or call.function in RULES
+            if not known and not isinstance(call.function, OwnBackward):
                 raise
             gathers = True
             kinds.why[number] = _WORDS.split(str(error).partition(". pc.tile_plan")[0])[-1]

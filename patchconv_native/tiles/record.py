@@ -26,6 +26,7 @@ from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
 from ..spatial.forms import in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
+from . import own_backward
 from .draws import Draws
 from .filled import OfImages, value_like
 from .graph import Call, Graph, Ref, autocast_of
@@ -134,7 +135,8 @@ class Recorder:
                 seed = self.call(draw_seed, (args[0].device,), {})
                 return self.call(dropout_by_seed, (args[0], seed), numbers)
             with torch._C.DisableTorchFunctionSubclass(), self._watch.off(), self.graph.mode, torch.no_grad():
-                found = function(*given[0], **given[1])
+                of_fakes = function.of_fakes if isinstance(function, own_backward.OwnBackward) else function
+                found = of_fakes(*given[0], **given[1])
         except NotServed:
             raise
         except NotImplementedError as error:
@@ -366,6 +368,7 @@ def _record(
         with (
             watch.watching(),
             recorder.running(),
+            own_backward.recorded(recorder.call),
             without_tracebacks(),
             torch.compiler.set_stance("force_eager"),
         ):  # compiled modules run as they are
