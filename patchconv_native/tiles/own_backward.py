@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from .recorded import Recorded
 from .watch import storage_of
 
-
 _PLAIN = (Tensor, str, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Not functions and modules, in which there may be parameters."""
 
