@@ -168,6 +168,17 @@ def test_hooks_see_what_is_saved_and_nothing_of_planning(budget: str) -> None:
     assert seen and set(seen) <= {Tensor, nn.Parameter}
 
 
+@pytest.mark.parametrize("budget", ["1GiB", "3MiB"])
+def test_where_such_hooks_are_disabled_nothing_is_a_checkpoint(budget: str) -> None:
+    net, x = NETS["in training"]().double(), structured((2, 3, 64, 48)).requires_grad_()
+    stock = copy.deepcopy(net)
+    expected = graded(stock, [x], stock)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        plan = pc.tile_plan(net, x, budget=budget)
+        assert len(plan.parts) == (budget == "1GiB")
+        assert_alike(graded(net, [x], lambda x: pc.tile(net, x, budget=budget)), expected)
+
+
 def test_a_step_without_data_takes_what_it_takes() -> None:
     net, x = NETS["in training"](), structured((2, 3, 96, 80)).float()
     tiled = pc.tile_modules(net, "", "1GiB")
