@@ -16,6 +16,9 @@ FACTORIES = {
     torch.full_like, _tensor.new_zeros, _tensor.new_ones, _tensor.new_empty, _tensor.new_full,
 }  # fmt: skip
 
+COPIES = {"to", "type", "type_as", "double", "float", "half", "bfloat16", "cuda", "cpu", "clone", "contiguous"}
+"""Functions of them whose results are known to be of one number too."""
+
 
 class OfImages(BaseException):
     """The call of FACTORIES of this number has made such a value: the module is recorded again, from its beginning."""
@@ -35,13 +38,22 @@ class Filled:
         self.of_images: dict[int, Callable[[Tensor], Any]] = {}
         """By the numbers of calls whose results are values, what makes the value."""
 
-    def given(self, made: Tensor, storage: Any) -> Any:
-        """What the module gets in place of a result."""
-        number, self._calls = self._calls, self._calls + 1
+    def next(self) -> int:
+        """The number of a call, whatever it is given: when a module is recorded again, it may be given a value."""
+        self._calls += 1
+        return self._calls - 1
+
+    def given(self, number: int, made: Tensor, storage: Any) -> Any:
+        """What the module gets in place of a result with numbers."""
         if number in self.of_images:
             return self.of_images[number](made)
         self._numbers[storage] = number
         return made
+
+    def copied(self, storage: Any, copy: Any) -> None:
+        """A copy of what a call has made is followed as that is."""
+        if storage in self._numbers:
+            self._numbers[copy] = self._numbers[storage]
 
     def check(self, storage: Any) -> None:
         """Where something that follows from an image is written into a tensor. Raises OfImages."""

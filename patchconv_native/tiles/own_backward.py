@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .recorded import Recorded
-from .watch import storage_of
+from .watch import storage_of, written
 
 _PLAIN = (Tensor, str, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Not functions and modules, in which there may be parameters."""
@@ -38,7 +39,7 @@ class OwnBackward:
                 raise NotImplementedError(f"an autograd.Function that is given a {type(leaf).__name__}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [one._version for one in given]
-        with _Draws():
+        with _Checked():
             found = self._kind.apply(*args, **kwargs)
         memory = set(map(storage_of, given))
         if versions != [one._version for one in given] or any(
@@ -51,10 +52,12 @@ class OwnBackward:
 of_class = functools.cache(OwnBackward)
 
 
-class _Draws(TorchDispatchMode):
+class _Checked(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError("an autograd.Function that draws random numbers")
+        if not all(isinstance(one, FakeTensor) for one in written(func, args, kwargs)):
+            raise NotImplementedError("an autograd.Function that writes into a tensor which it is not given")
         return func(*args, **(kwargs or {}))
 
 

@@ -33,7 +33,7 @@ from .graph import Call, Graph, Ref, autocast_of
 from .named import Elsewhere, check_iterators, functions_of
 from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
-from .views import Views
+from .views import Views, overlaps
 from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
 
 _tensor: Any = Tensor
@@ -185,7 +185,7 @@ class Recorder:
         self._watch.filled.of_images = dict.fromkeys(numbers, functools.partial(self._filled_like, image))
 
     def _filled_like(self, image: Recorded, made: Tensor) -> Any:
-        if made.device.type != image.device.type or made.requires_grad or not made.numel():
+        if made.device.type != image.device.type or made.requires_grad or not made.numel() or not made.is_contiguous():
             return made
         with self._watch.off():
             number = made.flatten()[0].item()
@@ -227,6 +227,8 @@ class Recorder:
         """
         if value.shape != value._fake.shape or value.stride() != value._fake.stride():
             raise self.refuse(call.name, "it gives a tensor another shape in place")
+        if overlaps(value._fake):
+            raise self.refuse(call.name, "it writes into a tensor whose elements share memory")
         for other in self._alive[value._fake.untyped_storage()._cdata]:
             view = other()
             if view is not None and view is not value:

@@ -215,13 +215,16 @@ class Run:
 def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[int], None] = lambda place: None) -> None:
     """What is computed on whole values before sweep `number`. last: as of `last_uses`. done: called after each call."""
     graph, kinds = run.graph, run.kinds
+    there = [*(run.whole[v] for v in graph.inputs if v in run.whole), *(t for c in graph.calls for t in c.constants)]
+    given = {one.untyped_storage()._cdata for one in there}  # images also when all that is read of them are views
+    del there
     for v in [v for v in run.whole if last[v] < (number, 0)]:
         del run.whole[v]  # read last in a sweep
     for place in calls_between(graph, kinds, number):
         call = graph.calls[place]
         if on_whole(graph, kinds, place):
             written = call.inputs[0] if call.writes else None
-            whole = {v: _whole(run, v, v == written and not _may_write(run, v)) for v in call.inputs}
+            whole = {v: _whole(run, v, v == written and not _may_write(run, v, given)) for v in call.inputs}
             found = run_whole(_moving_later(run, place), whole.__getitem__)
             del whole
         else:
@@ -238,15 +241,11 @@ def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[in
         done(place)
 
 
-def _may_write(run: Run, v: int) -> bool:
+def _may_write(run: Run, v: int, given: set[int]) -> bool:
     """Whether a call that writes into a value may do so. Where nothing is cut, calls run in the module's order, and
-    nothing reads what was there before; images and parameters stay as they are.
+    nothing reads what was there before; images and parameters, whose storages are `given`, stay as they are.
     """
-    if run.kinds.dims:
-        return False
-    graph, memory = run.graph, run.whole[v].untyped_storage()._cdata
-    others = [*(run.whole[i] for i in graph.inputs if i in run.whole), *(t for c in graph.calls for t in c.constants)]
-    return all(memory != other.untyped_storage()._cdata for other in others)
+    return not run.kinds.dims and run.whole[v].untyped_storage()._cdata not in given
 
 
 def _whole(run: Run, v: int, copy: bool) -> Tensor:

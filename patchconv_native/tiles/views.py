@@ -106,7 +106,7 @@ def place_of(view: Tensor, base: Tensor) -> Place | None:
     strides = view.stride()
     dims = sorted((d for d in range(view.dim()) if view.size(d) > 1), key=lambda d: -strides[d])
     starts = _starts(int(view.storage_offset() - base.storage_offset()), base)
-    if starts is None or view.dtype != base.dtype or view.dim() > base.dim() or view.numel() == 0:
+    if starts is None or not _alike(view, base) or view.dim() > base.dim() or view.numel() == 0 or overlaps(base):
         return None
     steps: dict[int, int] = {}
     of_view: dict[int, int] = {}  # by dimensions of the base
@@ -150,5 +150,21 @@ def _entry(start: int, count: int, step: int, size: int) -> slice:
 
 def in_order(view: Tensor, base: Tensor) -> bool:
     """Whether the view shows all of the base, in the same order: in other dimensions."""
-    same = view.dtype == base.dtype and view.numel() == base.numel()
+    same = _alike(view, base) and view.numel() == base.numel()
     return same and view.is_contiguous() and base.is_contiguous()
+
+
+def _alike(view: Tensor, base: Tensor) -> bool:
+    """Whether an element is the same number in both."""
+    numbers = view.dtype, view.is_conj(), view.is_neg()
+    return numbers == (base.dtype, base.is_conj(), base.is_neg())
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as in windows by Tensor.unfold."""
+    end = 0
+    for stride, size in sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False

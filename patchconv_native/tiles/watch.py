@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..spatial.rules import name_of
 from ..spatial.shapes import put_back, set_item
 from .draws import Draws
-from .filled import FACTORIES, Filled
+from .filled import COPIES, FACTORIES, Filled
 
 _tensor: Any = Tensor
 ON_PIXELS = {
@@ -65,7 +65,7 @@ def _plain(values: Any) -> list[Tensor]:
 _writes: dict[Any, list[tuple[int, str]]] = {}
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among an operator's arguments that it writes into, as its schema says. It does not say so of running
     statistics.
     """
@@ -130,14 +130,14 @@ class Watch(TorchDispatchMode):
             if isinstance(leaf, torch.Generator):
                 self.draws.note(leaf)
         self.drew |= torch.Tag.nondeterministic_seeded in func.tags
-        given, written = _plain((args, kwargs)), _written(func, args, kwargs)
-        if written:
-            self.before_write(written)
-            self.wrote |= self.keep(written)
+        given, into = _plain((args, kwargs)), written(func, args, kwargs)
+        if into:
+            self.before_write(into)
+            self.wrote |= self.keep(into)
         if not func.is_view:
             self.before_read(given)
         result = func(*args, **kwargs)
-        self._note(func, given, written + _plain(result))
+        self._note(func, given, into + _plain(result))
         return result
 
     def _note(self, func: Any, given: list[Tensor], results: list[Tensor]) -> None:
@@ -206,9 +206,14 @@ class _Functions(TorchFunctionMode):
         if len(plain) == len(given) and any(one.is_inference() for one in plain):
             with torch.inference_mode():  # they can be written to in it alone
                 return func(*args, **(kwargs or {}))
+        number = self._watch.filled.next() if func in FACTORIES else None
         found = func(*args, **(kwargs or {}))
-        is_new = func in FACTORIES and isinstance(found, Tensor) and len(plain) == len(given)
-        return self._watch.filled.given(found, storage_of(found)) if is_new else found
+        has_numbers = isinstance(found, Tensor) and len(_plain(found)) == 1
+        if number is None and name in COPIES and has_numbers and plain:
+            self._watch.filled.copied(storage_of(plain[0]), storage_of(found))
+        if number is None or not has_numbers or len(plain) != len(given):
+            return found
+        return self._watch.filled.given(number, found, storage_of(found))
 
 
 @contextlib.contextmanager

@@ -77,8 +77,13 @@ def group(tmp_path: Any) -> Iterator[None]:
 def test_dtensors(name: str, group: None) -> None:
     model, x, expected = converted(name)
     mesh = init_device_mesh("cpu", (1,))
+    given = distribute_tensor(x, mesh, [Shard(0)])
+    try:
+        distribute_module(MODELS[name](), mesh)(given)
+    except RuntimeError as error:  # torch 2.11's
+        pytest.skip(str(error))
     distribute_module(model, mesh)
-    y = model(distribute_tensor(x, mesh, [Shard(0)]))
+    y = model(given)
     assert isinstance(y, DTensor)
     torch.testing.assert_close(y.full_tensor(), expected)
     y.full_tensor().square().sum().backward()

@@ -100,6 +100,8 @@ def test_cross_entropies(part: bool, reduction: str, weights: Any) -> None:
     assert 0 <= predicted - measured <= 64
 
 
+# The formulas are those of torch 2.14; torch 2.11 takes up to 0.6 % more.
+NEWER = torch.__version__ >= "2.14"
 # In bfloat16, observed where it is multiplied by vectors, not by AMX's tiles.
 BFLOAT16 = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
@@ -114,4 +116,9 @@ def test_gradients_of_attention(shape: tuple[int, ...], dtype: torch.dtype) -> N
     batch, heads, queries, keys, width = shape
     q, k, v = (torch.randn(batch, heads, n, width, dtype=dtype, requires_grad=True) for n in (queries, keys, keys))
     predicted, measured = peaks(call, q, k, v)
-    assert predicted == measured or (dtype == torch.bfloat16 and 0.97 < predicted / measured < 1.2)
+    if dtype == torch.bfloat16:
+        assert 0.97 < predicted / measured < 1.2
+    elif NEWER:
+        assert predicted == measured
+    else:
+        assert 0.99 < predicted / measured <= 1

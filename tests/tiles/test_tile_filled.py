@@ -24,6 +24,25 @@ def inverse_wavelets(y: Tensor) -> Tensor:
     return result
 
 
+def copied(y: Tensor) -> Tensor:
+    result = torch.zeros(y.shape).double().clone().to(y)
+    result[:, 1:3] = y[:, 1:3]
+    return result
+
+
+def several_in_turn(y: Tensor) -> Tensor:
+    """What was recorded again gives the calls that follow other arguments: they keep their numbers."""
+    a = torch.zeros(y.shape, dtype=y.dtype)
+    b = torch.zeros_like(a)
+    c = torch.zeros(y.shape, dtype=y.dtype)
+    ramp = torch.zeros(y.shape[-1], dtype=y.dtype)
+    ramp[::2] = 1
+    c += y
+    a += c
+    b += a
+    return b * ramp if ramp[0] == 1 else b
+
+
 def channels(y: Tensor) -> Tensor:
     result = torch.empty(y.shape, dtype=y.dtype)
     for i in range(y.size(1)):
@@ -71,7 +90,18 @@ def numbers_alone(y: Tensor) -> Tensor:
     return y * ramp + (1 if ramp[1] == 0 else 2)
 
 
-BODIES = [inverse_wavelets, channels, added, some_channels, windows, of_half_the_size, classes, numbers_alone]
+BODIES = [
+    inverse_wavelets,
+    copied,
+    several_in_turn,
+    channels,
+    added,
+    some_channels,
+    windows,
+    of_half_the_size,
+    classes,
+    numbers_alone,
+]
 
 
 @pytest.mark.parametrize("graded", [False, True])
@@ -130,8 +160,12 @@ def test_others_are_refused() -> None:
     def made(x: Tensor) -> Tensor:
         return torch.linspace(0, 1, 17).double().expand(1, 4, 24, 17).clone().add_(x)
 
+    def in_channels_last(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, memory_format=torch.channels_last).copy_(x)
+
     raises(pc.NotServed, {
         "it writes into a tensor that was there before the call": lambda: pc.tile(given.add_, x, tile=6),
         "make it by x.new_zeros": lambda: pc.tile(made, x, tile=6),
+        "writes what follows from an image into a tensor that does not": lambda: pc.tile(in_channels_last, x, tile=6),
     })  # fmt: skip
     assert not given.any()

@@ -68,6 +68,20 @@ class WritesIntoIt(Function):
         return grad * 2
 
 
+SEEN = torch.zeros(1)
+
+
+class Counts(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        SEEN.add_(1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 class Noise(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -142,9 +156,11 @@ def test_what_is_refused() -> None:
 
     raises(pc.NotServed, {
         "Noise is not served: an autograd.Function that draws random numbers": tiled(lambda net, y: Noise.apply(y)),
+        "Counts is not served: .* a tensor which it is not given": tiled(lambda net, y: Counts.apply(y)),
         "WritesIntoIt is not served: .* writes into its arguments": tiled(lambda net, y: WritesIntoIt.apply(y * 1)),
         "CheckpointFunction is not served: an autograd.Function that is given a Conv2d": tiled(
             lambda net, y: checkpoint(net.last, y, use_reentrant=True)
         ),
         "Unknown is not served: gradients of an autograd.Function": tiled(lambda net, y: by_another_name(y)),
     })  # fmt: skip
+    assert not SEEN

@@ -153,6 +153,71 @@ def test_where_a_view_is() -> None:
     assert all(place_of(one, base) is None for one in others)
 
 
+class Deep(nn.Module):
+    """Convolutions between writes into views: of a part's images, wherever a part begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.permute(0, 2, 3, 1)[..., 1].add_(1)
+        y = x.flatten(2).sigmoid_().view(x.shape)
+        for conv in self.convs:
+            y = conv(y)
+            pairs = y.view(y.size(0), 2, 2, *SIZE).transpose(1, 2).add_(1)
+            y = F.relu(pairs.flatten(1, 2).unsqueeze(1)[:, 0], inplace=True).cos()
+            y = y.flatten(2).sigmoid_().view(y.shape).sin()
+        return y
+
+
+@pytest.mark.parametrize("graded", [False, True])
+def test_images_stay_as_they_are(graded: bool) -> None:
+    """Those of the caller, and those of parts that are checkpoints: also where all that is read of them are views."""
+    net, x = Deep(), structured((1, 4, *SIZE))
+    before = x.clone()
+
+    def step(run: Callable[[], Tensor]) -> list[Tensor]:
+        y = run()
+        return [y, *torch.autograd.grad(y.sum(), list(net.parameters()))] if graded else [y]
+
+    with torch.set_grad_enabled(graded):
+        want = step(lambda: net(x.clone()))
+        with pytest.raises(pc.BudgetError) as error:
+            pc.tile(net, x, budget=1)
+        parts = set()
+        for times in (1.0, 1.1, 1.2, 1.4, 1.7, 2.5, 10.0):
+            budget = int(times * error.value.least)
+            parts.add(len(pc.tile_plan(net, x, budget=budget).parts))
+            got = step(lambda budget=budget: pc.tile(net, x, budget=budget))  # type: ignore[misc]
+            for one, other in zip(got, want, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+            assert torch.equal(x, before)
+        assert not graded or len(parts) > 1
+
+
+def of_conjugates(y: Tensor) -> Tensor:
+    z = torch.complex(y[:, :2], y[:, 2:])
+    z.conj().mul_(1 + 2j)
+    return z.abs()
+
+
+def of_windows(y: Tensor) -> Tensor:
+    windows = y.unfold(1, 2, 1)
+    windows[..., 0].mul_(2)
+    return windows.sum(-1)
+
+
+@pytest.mark.parametrize("kind", [{"tile": 5}, {"budget": "1GiB"}], ids=str)
+@pytest.mark.parametrize("body", [of_conjugates, of_windows])
+def test_others_are_refused(body: Net, kind: dict[str, int | str]) -> None:
+    """Of other numbers than the view's, and of elements that share memory."""
+    x = structured((1, 4, *SIZE))
+    with pytest.raises(pc.NotServed, match="by way of a view"):
+        pc.tile(lambda x: body(x * 2), x, **kind)
+
+
 def under_no_grad(y: Tensor) -> Tensor:
     with torch.no_grad():
         y.mul_(2)
