@@ -35,7 +35,7 @@ class Filled:
         self._calls = 0
         self._numbers: dict[Any, int] = {}
         """By the storages of results."""
-        self.of_images: dict[int, Callable[[Tensor], Any]] = {}
+        self.of_images: dict[int, Callable[[Tensor, bool], Any]] = {}
         """By the numbers of calls whose results are values, what makes the value."""
 
     def next(self) -> int:
@@ -43,10 +43,10 @@ class Filled:
         self._calls += 1
         return self._calls - 1
 
-    def given(self, number: int, made: Tensor, storage: Any) -> Any:
-        """What the module gets in place of a result with numbers."""
+    def given(self, number: int, made: Tensor, storage: Any, empty: bool) -> Any:
+        """What the module gets in place of a result with numbers. empty: they are any."""
         if number in self.of_images:
-            return self.of_images[number](made)
+            return self.of_images[number](made, empty)
         self._numbers[storage] = number
         return made
 

@@ -184,11 +184,11 @@ class Recorder:
         """numbers: of calls of FACTORIES whose results are values."""
         self._watch.filled.of_images = dict.fromkeys(numbers, functools.partial(self._filled_like, image))
 
-    def _filled_like(self, image: Recorded, made: Tensor) -> Any:
+    def _filled_like(self, image: Recorded, made: Tensor, empty: bool) -> Any:
         if made.device.type != image.device.type or made.requires_grad or not made.numel() or not made.is_contiguous():
             return made
         with self._watch.off():
-            number = made.flatten()[0].item()
+            number = 0 if empty else made.flatten()[0].item()
         alive = (one() for some in self._alive.values() for one in some)
         there = [one for one in alive if one is not None and not one._lost]
         return value_like(self.call, there, image, made, number)

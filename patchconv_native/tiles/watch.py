@@ -213,7 +213,7 @@ class _Functions(TorchFunctionMode):
             self._watch.filled.copied(storage_of(plain[0]), storage_of(found))
         if number is None or not has_numbers or len(plain) != len(given):
             return found
-        return self._watch.filled.given(number, found, storage_of(found))
+        return self._watch.filled.given(number, found, storage_of(found), "empty" in name)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from support.spatial_chains import structured
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native.tiles.modules import plans_of
 
 
 def inverse_wavelets(y: Tensor) -> Tensor:
@@ -90,6 +91,11 @@ def numbers_alone(y: Tensor) -> Tensor:
     return y * ramp + (1 if ramp[1] == 0 else 2)
 
 
+class Channels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return channels(x)
+
+
 BODIES = [
     inverse_wavelets,
     copied,
@@ -129,6 +135,18 @@ def test_what_is_of_a_values_size_is_cut() -> None:
         for body in (channels, some_channels, added, of_half_the_size):
             plan = pc.tile_plan(body, torch.randn(1, 4, 64, 32), tile=8)
             assert len(plan.sweeps) == 1 and plan.sweeps[0].strips >= 4 and not plan.kinds.why
+
+
+def test_what_is_empty_is_planned_once() -> None:
+    """Whatever numbers are there before it is written: a step does not plan again for them."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Channels())
+    pc.tile_modules(net, "", "1GiB")
+    for number in (1.5, -2.5):
+        torch.full((1, 4, 24, 16), number)  # freed at once
+        net(torch.randn(1, 3, 24, 16)).sum().backward()
+        with torch.no_grad():
+            net[0].weight.add_(1)
+    assert len(plans_of(net, 2**30)) == 1
 
 
 def test_modules_that_count() -> None:
