@@ -62,7 +62,7 @@ class Recorder:
         """The storages of running statistics that calls move, which they do when all is computed."""
         self._inside: list[str] = [""]
         self._alive: dict[int, list[weakref.ref[Recorded]]] = {}
-        self._views = Views(gradients, self._call_again)
+        self._views = Views(gradients)
 
     def value(self, fake: FakeTensor) -> Recorded:
         index = len(self.graph.fakes)
@@ -94,7 +94,7 @@ class Recorder:
         for leaf in tree_leaves(values):
             if isinstance(leaf, Recorded) and leaf._recorder is not self:
                 raise self.refuse(name, "it reads what an earlier call of tile has left in an object")
-            if isinstance(leaf, Recorded) and not self._views.made_again(leaf):
+            if isinstance(leaf, Recorded) and not self._views.made_again(leaf, self._call_again):
                 raise self.refuse(name, f"it reads a tensor that {leaf._lost} has written to by way of a view")
             if isinstance(leaf, Recorded) and self.gradients:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -234,7 +234,7 @@ class Recorder:
             if view is not None and view is not value:
                 view._lost = call.where
         value._index = self._number(call, value._fake)
-        self._views.written(value)
+        self._views.written(value, self._call_again)
         return value
 
     def _number(self, call: Call, fake: FakeTensor) -> int:

@@ -13,6 +13,8 @@ from ..spatial.shapes import put_back
 from .graph import DETACHES, Call, Ref
 from .watch import storage_of
 
+Noted = Callable[..., Ref]
+
 
 @dataclass
 class View:
@@ -31,11 +33,12 @@ class View:
 
 
 class Views:
-    """Of one recording. Values are objects with `_fake`, `_index`, `_lost` and `_view`, as `Recorded`."""
+    """Of one recording. Values are objects with `_fake`, `_index`, `_lost` and `_view`, as `Recorded`. `noted` writes a
+    call down, by its function, its arguments, whether it has history, and its result's fake.
+    """
 
-    def __init__(self, gradients: bool, call: Callable[..., Ref]) -> None:
-        """call: writes a call down, by its function, its arguments, whether it has history, and its result's fake."""
-        self._gradients, self._call = gradients, call
+    def __init__(self, gradients: bool) -> None:
+        self._gradients = gradients
 
     def link(self, call: Call, made: Sequence[Any], given: Sequence[Any]) -> None:
         """Notes what results are views of. Not of those with a history of their own, and, with gradients, of several,
@@ -49,38 +52,38 @@ class Views:
                 if storage_of(value._fake) == storage_of(base._fake):
                     value._view = View(base, call.function, call.args[1:], call.kwargs, len(made) == 1, call.history)
 
-    def written(self, value: Any) -> None:
+    def written(self, value: Any, noted: Noted) -> None:
         """Makes what it is a view of, of what was written into it."""
-        while value._view is not None and self._put_back(value, value._view.base):
+        while value._view is not None and self._put_back(value, value._view.base, noted):
             value = value._view.base
 
-    def _put_back(self, value: Any, base: Any) -> bool:
+    def _put_back(self, value: Any, base: Any, noted: Noted) -> bool:
         history = torch.is_grad_enabled()
         place = place_of(value._fake, base._fake)
         if (self._gradients and not history) or (place is None and not in_order(value._fake, base._fake)):
             return False
         part = Ref(value._index)
         if place is None:
-            part = self._call(Tensor.reshape, (part, tuple(base._fake.shape)), {}, history, base._fake)
+            part = noted(Tensor.reshape, (part, tuple(base._fake.shape)), {}, history, base._fake)
         elif place.turned:
-            part = self._call(Tensor.permute, (part, place.order), {}, history, value._fake.permute(place.order))
+            part = noted(Tensor.permute, (part, place.order), {}, history, value._fake.permute(place.order))
         if place is not None and value._fake.numel() < base._fake.numel():
-            part = self._call(put_back, (Ref(base._index), place.index, part), {}, history, base._fake)
+            part = noted(put_back, (Ref(base._index), place.index, part), {}, history, base._fake)
         base._index, base._lost = part.index, ""
         return True
 
-    def made_again(self, value: Any) -> bool:
+    def made_again(self, value: Any, noted: Noted) -> bool:
         """Whether it can be read. A view of what was written into is made again."""
         if not value._lost:
             return True
         view: View | None = value._view
-        if view is None or not self.made_again(view.base):
+        if view is None or not self.made_again(view.base, noted):
             return False
         base, place = Ref(view.base._index), place_of(value._fake, view.base._fake)
         if view.alone:
-            made = self._call(view.function, (base, *view.args), view.kwargs, view.history, value._fake)
+            made = noted(view.function, (base, *view.args), view.kwargs, view.history, value._fake)
         elif place is not None and not place.turned:
-            made = self._call(Tensor.__getitem__, (base, place.index), {}, view.history, value._fake)
+            made = noted(Tensor.__getitem__, (base, place.index), {}, view.history, value._fake)
         else:
             return False
         value._index, value._lost = made.index, ""
