@@ -67,7 +67,7 @@ class Views:
             part = noted(Tensor.reshape, (part, tuple(base._fake.shape)), {}, history, base._fake)
         elif place.turned:
             part = noted(Tensor.permute, (part, place.order), {}, history, value._fake.permute(place.order))
-        if place is not None and value._fake.numel() < base._fake.numel():
+        if place is not None and (value._fake.numel(), value.dim()) != (base._fake.numel(), base._fake.dim()):
             part = noted(put_back, (Ref(base._index), place.index, part), {}, history, base._fake)
         base._index, base._lost = part.index, ""
         return True

@@ -63,13 +63,20 @@ def added(y: Tensor) -> Tensor:
     return y
 
 
+def of_one_channel(y: Tensor) -> Tensor:
+    """A view of all of its base, without one of its dimensions."""
+    one = y[:, 2:3]
+    one[:, 0].permute(0, 2, 1).mul_(3)
+    return y * one
+
+
 def rows(y: Tensor) -> Tensor:
     y[:, :, 2:7].mul_(-2)
     return y
 
 
 NETS: dict[str, Net] = {one.__name__: one for one in (
-    scaled_channel, whole_after_part, part_after_whole, another_part, of_several, turned, view_of_a_view, added, rows
+    scaled_channel, whole_after_part, part_after_whole, another_part, of_several, turned, view_of_a_view, added, of_one_channel, rows
 )}  # fmt: skip
 
 
