@@ -76,7 +76,8 @@ def rows(y: Tensor) -> Tensor:
 
 
 NETS: dict[str, Net] = {one.__name__: one for one in (
-    scaled_channel, whole_after_part, part_after_whole, another_part, of_several, turned, view_of_a_view, added, of_one_channel, rows
+    scaled_channel, whole_after_part, part_after_whole, another_part, of_several, turned, view_of_a_view, added,
+    of_one_channel, rows,
 )}  # fmt: skip
 
 
