@@ -17,7 +17,7 @@ FACTORIES = {
 }  # fmt: skip
 
 COPIES = {"to", "type", "type_as", "double", "float", "half", "bfloat16", "cuda", "cpu", "clone", "contiguous"}
-"""Functions of them whose results are known to be of one number too."""
+"""Functions whose results are followed as what they copy."""
 
 
 class OfImages(BaseException):

@@ -5,7 +5,6 @@ graph, on whole values.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,7 +48,12 @@ class OwnBackward:
         return found
 
 
-of_class = functools.cache(OwnBackward)
+def of_class(kind: type[Function]) -> OwnBackward:
+    """Kept by the class itself: one that is made in a forward lives no longer for it."""
+    name = "_patchconv_own_backward"
+    if name not in vars(kind):
+        setattr(kind, name, OwnBackward(kind))
+    return vars(kind)[name]
 
 
 class _Checked(TorchDispatchMode):

@@ -41,8 +41,8 @@ class Views:
         self._gradients = gradients
 
     def link(self, call: Call, made: Sequence[Any], given: Sequence[Any]) -> None:
-        """Notes what results are views of. Not of those with a history of their own, and, with gradients, of several,
-        into which torch does not write.
+        """Notes what results are views of. With gradients not of detached ones, and not of one of several results, into
+        which torch refuses to write.
         """
         if self._gradients and (call.name in DETACHES or len(made) > 1):
             return
@@ -53,7 +53,7 @@ class Views:
                     value._view = View(base, call.function, call.args[1:], call.kwargs, len(made) == 1, call.history)
 
     def written(self, value: Any, noted: Noted) -> None:
-        """Makes what it is a view of, of what was written into it."""
+        """A value was written: what it is a view of has another part now."""
         while value._view is not None and self._put_back(value, value._view.base, noted):
             value = value._view.base
 
@@ -152,7 +152,7 @@ def _entry(start: int, count: int, step: int, size: int) -> slice:
 
 
 def in_order(view: Tensor, base: Tensor) -> bool:
-    """Whether the view shows all of the base, in the same order: in other dimensions."""
+    """Whether the view shows all elements of the base in the same order, as one of another shape does."""
     same = _alike(view, base) and view.numel() == base.numel()
     return same and view.is_contiguous() and base.is_contiguous()
 

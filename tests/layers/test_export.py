@@ -80,7 +80,9 @@ def test_dtensors(name: str, group: None) -> None:
     given = distribute_tensor(x, mesh, [Shard(0)])
     try:
         distribute_module(MODELS[name](), mesh)(given)
-    except RuntimeError as error:  # torch 2.11's
+    except RuntimeError as error:
+        if "for tensor parallel convolution" not in str(error):  # torch 2.11's, of strides
+            raise
         pytest.skip(str(error))
     distribute_module(model, mesh)
     y = model(given)

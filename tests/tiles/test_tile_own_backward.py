@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,18 @@ def test_it_is_one_call_with_gradients_alone() -> None:
     with torch.no_grad():
         plan = pc.tile_plan(net, x, tile=6)
     assert "Rounded" not in [call.name for call in plan.graph.calls] and len(plan.sweeps) == 1
+
+
+def test_a_class_is_let_go_of() -> None:
+    def body(net: Net, y: Tensor) -> Tensor:
+        kind = type("Made", (Rounded,), {})
+        made.append(weakref.ref(kind))
+        return kind.apply(y)
+
+    made: list[weakref.ref[type]] = []
+    pc.tile(Net(body), structured((1, 3, 24, 17)), tile=6).sum().backward()
+    gc.collect()
+    assert made and all(one() is None for one in made)
 
 
 def test_what_is_refused() -> None:
