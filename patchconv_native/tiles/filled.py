@@ -62,12 +62,23 @@ class Filled:
             raise OfImages(number)
 
 
-def value_like(call: Callable[..., Any], values: Iterable[Any], image: Any, made: Tensor, number: Any) -> Any:
-    """A value of this number in place of a tensor: cut like one of its size among `values`, else a whole one."""
+def number_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of x.new_zeros(shape) or its like fills with. None: of another call, or not known."""
+    if kwargs.get("requires_grad"):
+        return None
+    if function is _tensor.new_full:
+        number = kwargs.get("fill_value", args[2] if len(args) > 2 else None)
+        return number if isinstance(number, (int, float)) else None
+    return {_tensor.new_zeros: 0, _tensor.new_ones: 1, _tensor.new_empty: 0}.get(function)
+
+
+def value_like(call: Callable[..., Any], values: Iterable[Any], made: Tensor, number: Any) -> Any:
+    """A value of this number in place of a tensor, cut like one of its size among `values`. None: there is no such."""
     size = made.shape[:1] + made.shape[2:]
     for like in (one for one in values if one.dim() > 2 and one.shape[:1] + one.shape[2:] == size):
-        rest = {"dtype": made.dtype, "memory_format": torch.contiguous_format}
-        with torch.no_grad():
-            one = call(torch.full_like, (like[:, :1], number), rest)
-            return call(Tensor.repeat, (one, 1, made.size(1), *[1] * (made.dim() - 2)), {})
-    return call(Tensor.new_full, (image, tuple(made.shape), number), {"dtype": made.dtype})
+        if like.device == made.device and made.numel():
+            rest = {"dtype": made.dtype, "memory_format": torch.contiguous_format}
+            with torch.no_grad():
+                one = call(torch.full_like, (like[:, :1], number), rest)
+                return call(Tensor.repeat, (one, 1, made.size(1), *[1] * (made.dim() - 2)), {})
+    return None

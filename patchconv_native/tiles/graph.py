@@ -176,3 +176,16 @@ def autocast_of(device: str) -> Autocast:
 
 def is_differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
+
+
+def kept_casts(graph: Graph, device: torch.device) -> dict[tuple[int, torch.dtype], int]:
+    """The casts of parameters that the caller's autocast keeps until its block ends, in bytes."""
+    found: dict[tuple[int, torch.dtype], int] = {}
+    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
+        return found
+    for call in graph.calls:
+        _, dtype, enabled, keeps = call.autocast
+        if enabled and keeps and any(graph.fakes[v].dtype == dtype for v in call.outputs):
+            weights = (t for t in call.constants if t.requires_grad and t.is_leaf and t.dtype == torch.float32)
+            found.update({(id(t), dtype): t.numel() * dtype.itemsize for t in weights})
+    return found

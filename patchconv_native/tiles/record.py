@@ -28,8 +28,8 @@ from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from . import own_backward
 from .draws import Draws
-from .filled import OfImages, value_like
-from .graph import Call, Graph, Ref, autocast_of
+from .filled import OfImages, number_of, value_like
+from .graph import Call, Graph, Ref, autocast_of, kept_casts
 from .named import Elsewhere, check_iterators, functions_of
 from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
@@ -149,7 +149,9 @@ class Recorder:
             raise
         if found is NotImplemented:  # of `x == "text"`: Python has the answer
             return found
-        return self._write_down(function, args, kwargs, found)
+        number = number_of(function, args, kwargs)
+        filled = None if number is None else value_like(self.call, self._there(), found, number)
+        return self._write_down(function, args, kwargs, found) if filled is None else filled
 
     def _write_down(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> Any:
         writes = writes_first(function, kwargs)
@@ -189,9 +191,13 @@ class Recorder:
             return made
         with self._watch.off():
             number = 0 if empty else made.flatten()[0].item()
+        like = value_like(self.call, self._there(), made, number)
+        new = image, tuple(made.shape), number
+        return self.call(_tensor.new_full, new, {"dtype": made.dtype}) if like is None else like
+
+    def _there(self) -> list[Recorded]:
         alive = (one() for some in self._alive.values() for one in some)
-        there = [one for one in alive if one is not None and not one._lost]
-        return value_like(self.call, there, image, made, number)
+        return [one for one in alive if one is not None and not one._lost]
 
     def _add(self, call: Call) -> None:
         self.graph.calls.append(call)
@@ -285,19 +291,6 @@ def _number(value: Tensor) -> Any:
     return value.item() if _is_number(value) else value
 
 
-def _kept_casts(graph: Graph, device: torch.device) -> dict[tuple[int, torch.dtype], int]:
-    """The casts of parameters that the caller's autocast keeps until its block ends, in bytes."""
-    found: dict[tuple[int, torch.dtype], int] = {}
-    if not (torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()):
-        return found
-    for call in graph.calls:
-        _, dtype, enabled, keeps = call.autocast
-        if enabled and keeps and any(graph.fakes[v].dtype == dtype for v in call.outputs):
-            weights = (t for t in call.constants if t.requires_grad and t.is_leaf and t.dtype == torch.float32)
-            found.update({(id(t), dtype): t.numel() * dtype.itemsize for t in weights})
-    return found
-
-
 def _referred(value: Any) -> Any:
     """With a Ref in place of each value that was recorded."""
     if not any(isinstance(leaf, Recorded) for leaf in tree_leaves(value)):
@@ -387,7 +380,7 @@ def _record(
         held.put_back()
     graph.fed = list(watch.fed.values())
     graph.made = sum(watch.made_of(t for call in graph.calls for t in call.constants if t.device.type == device.type))
-    graph.casts = _kept_casts(graph, device)
+    graph.casts = kept_casts(graph, device)
     graph.made += sum(graph.casts.values())
     drew = watch.drew or draws.moved()
     graph.drew = drew or any(call.function is draw_seed for call in graph.calls)

@@ -91,6 +91,22 @@ def numbers_alone(y: Tensor) -> Tensor:
     return y * ramp + (1 if ramp[1] == 0 else 2)
 
 
+def state_of_frames(y: Tensor) -> Tensor:
+    """As video networks begin theirs."""
+    state = y.new_zeros(y.size(0), 2, *y.shape[2:])
+    for i in range(3):
+        state = torch.tanh(state + y[:, i : i + 1])
+    return state
+
+
+def new_of_each_kind(y: Tensor) -> Tensor:
+    shape = y.size(0), 2, *y.shape[2:]
+    steps, empty = y.new_full(shape, 3, dtype=torch.long), y.new_empty(shape)
+    empty[:, 1:] = y[:, :1]
+    empty[:, :1] = y[:, 1:2] / steps[:, :1]
+    return empty * y.new_ones(shape) + y.new_zeros(2, 1, 1)
+
+
 class Channels(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return channels(x)
@@ -107,6 +123,8 @@ BODIES = [
     of_half_the_size,
     classes,
     numbers_alone,
+    state_of_frames,
+    new_of_each_kind,
 ]
 
 
@@ -132,7 +150,7 @@ def test_as_the_module(body: Callable[[Tensor], Tensor], kind: dict[str, int | s
 
 def test_what_is_of_a_values_size_is_cut() -> None:
     with torch.no_grad():
-        for body in (channels, some_channels, added, of_half_the_size):
+        for body in (channels, some_channels, added, of_half_the_size, state_of_frames, new_of_each_kind):
             plan = pc.tile_plan(body, torch.randn(1, 4, 64, 32), tile=8)
             assert len(plan.sweeps) == 1 and plan.sweeps[0].strips >= 4 and not plan.kinds.why
 
