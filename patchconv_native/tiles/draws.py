@@ -12,6 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_tensor: Any = Tensor
+DRAW_INTO = {
+    _tensor.normal_, _tensor.uniform_, _tensor.exponential_, _tensor.cauchy_, _tensor.log_normal_, _tensor.geometric_,
+    _tensor.random_,
+}  # fmt: skip
+DRAW = {torch.rand_like, torch.randn_like, torch.randint_like} | DRAW_INTO
+"""They draw at once where a module is recorded, as torch.randn(x.shape) does: of a value they read the shape."""
+
+
+def draw(function: Callable[..., Tensor], fake: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a function of DRAW draws for a value like `fake`."""
+    like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return function(like, *args, **kwargs)
+
 
 class _Source(NamedTuple):
     read: Callable[[], Any]

@@ -27,7 +27,7 @@ from ..spatial.forms import in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from . import own_backward
-from .draws import Draws
+from .draws import DRAW, DRAW_INTO, Draws, draw
 from .filled import OfImages, number_of, value_like
 from .graph import Call, Graph, Ref, autocast_of, kept_casts
 from .named import Elsewhere, check_iterators, functions_of
@@ -42,8 +42,6 @@ _ANSWERS = {
 }  # fmt: skip
 _CASTS = {_tensor.to, _tensor.type_as}
 """Of their second argument, they read the dtype and the device alone."""
-_LIKE = {torch.rand_like, torch.randn_like, torch.randint_like}
-"""Their results are drawn at once, as those of torch.randn(x.shape) are."""
 _OF_NUMBERS = {"narrow", "pad", "new_full", "full_like"}
 """They want numbers, and take tensors of one number for such."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
@@ -119,10 +117,9 @@ class Recorder:
             asked = args, kwargs
             if not isinstance(args[0], Recorded):
                 return function(*args, **kwargs)
-        if function in _LIKE and args and isinstance(args[0], Recorded):
-            fake = args[0]._fake
-            like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-            return function(like, *args[1:], **kwargs)
+        if function in DRAW and args and isinstance(args[0], Recorded):
+            drawn = draw(function, args[0]._fake, args[1:], kwargs)
+            return self.call(_tensor.copy_, (args[0], drawn), {}) if function in DRAW_INTO else drawn
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
         if name in _OF_NUMBERS and any(map(_is_number, tree_leaves(asked))):  # before torch 2.14 of narrow a fake one

@@ -62,6 +62,9 @@ BY_STRIPS: dict[str, Callable[[Tensor], Any]] = {
         F.pad(x, pad, mode="circular") for pad in ((3, -2, -1, 5), (-4, 1, 2, -3), (-1, -2, -2, -1), (-5, 13, -8, 15))
     ],
     "noise": lambda x: x + torch.randn_like(x) * torch.rand_like(x[:, :1]),
+    "noise in place": lambda x: (
+        x + x.new_empty(x.size(0), 1, 23, 18).normal_() + torch.empty_like(x).uniform_(2, 3) + (x * 2).random_(0, 9)
+    ),
     "divergence of batches": lambda x: F.kl_div(x, x.sigmoid(), reduction="batchmean"),
     "divergence of logarithms": lambda x: F.kl_div(x, x.sin(), reduction="sum", log_target=True),
     "types": lambda x: (x.type(torch.float32), x.type("torch.FloatTensor"), x.to(dtype=torch.int32, copy=True)),
