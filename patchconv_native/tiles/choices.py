@@ -143,18 +143,14 @@ class Planner:
 
     def everything_stored(self) -> set[int]:
         """What must be stored so that nothing is computed twice."""
-        stored = set(self.gathered)
-        while True:
-            again: set[int] = set()
-            for number in range(self.count):
-                steps = self.needed(stored, number).steps
-                made = {v for step in steps if not step.asks for v in self.graph.calls[step.call].outputs}
-                read = {v for step in steps for v in self.graph.calls[step.call].inputs}
-                again.update(v for v in made & read if v in self.kinds.dims and self.kinds.level[v] < number)
-            again -= stored  # of a call with several results, one may be stored, and another not
-            if not again:
-                return stored
-            stored |= {max(again)}
+        level, stored = self.kinds.level, set(self.gathered)
+        for number in reversed(range(self.count)):  # what a sweep reads of sweeps before it concerns these alone
+            steps = [(step.asks, self.graph.calls[step.call]) for step in self.needed(stored, number).steps]
+            made = {v for asks, call in steps if not asks for v in call.outputs}
+            first = (call for asks, call in steps if asks or any(level[v] == number for v in call.outputs))
+            read = {v for call in first for v in call.inputs}
+            stored |= {v for v in made & read if v in self.kinds.dims and level[v] < number}
+        return stored
 
     def needed(self, stored: set[int], number: int) -> Sweep:
         key = number, frozenset(v for v in stored if self.kinds.level[v] <= number)
