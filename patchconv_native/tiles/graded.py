@@ -150,6 +150,8 @@ class Graded(Bands):
 
     def _largest(self, route: Route, number: int, left: int) -> int:
         """The place of the largest tiles that about take this many bytes; the number of all, where none do."""
+        if self._of_sweep(route, number, self._shares[-1], rough=True) > left:  # most often it is so
+            return len(self._shares)
         sweep = leading_to(self._graph, self.kinds, route.stored, number, route.stored, set())
         values = [v for step in sweep.steps for v in self._graph.calls[step.call].outputs if v in self.kinds.dims]
         largest = max((bytes_of(self._graph, v) for v in (*values, *sweep.sources)), default=0)
@@ -162,8 +164,6 @@ class Graded(Bands):
             taken = self._of_sweep(route, number, self._shares[place], rough=True)
             if taken <= left:
                 return place
-            if place == len(parts) - 1:
-                return len(parts)
             guess, place = float(taken / parts[place]), place + 1
 
     def _taken(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
