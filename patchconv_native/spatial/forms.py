@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .rules import RULES
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _OTHER_NAMES = {
@@ -59,6 +61,19 @@ def _operator(function: Any) -> str | None:
     if isinstance(function, torch._ops.OpOverload):
         return function._schema.name
     return function._qualified_op_name if isinstance(function, torch._ops.OpOverloadPacket) else None
+
+
+@functools.cache
+def function_of(overload: torch._ops.OpOverload) -> Any:
+    """The function of torch that has a rule and is this operator, as TorchScript and torch.export call it; the operator
+    itself, where there is none.
+    """
+    name = overload._schema.name
+    if overload in RULES or not name.startswith("aten::"):
+        return overload
+    found = [function for function in RULES if _operator(function) == name]
+    found += [one for one in (getattr(torch.nn.functional, name.removeprefix("aten::"), None),) if one in RULES]
+    return next(iter(found), overload)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ..memory.fake import FakeMode
 from ..spatial import NotServed
 from ..spatial.dropout import DROPOUTS, draw_seed, dropout_by_seed, seeded
-from ..spatial.forms import in_form
+from ..spatial.forms import function_of, in_form
 from ..spatial.rules import name_of
 from ..spatial.shapes import set_item
 from . import own_backward
@@ -34,7 +34,7 @@ from .named import Elsewhere, check_iterators, functions_of
 from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
 from .views import Views, overlaps
-from .watch import ON_PIXELS, Watch, storage_of, without_tracebacks, writes_first
+from .watch import ON_PIXELS, Watch, names_torchscript, storage_of, without_tracebacks, writes_first
 
 _tensor: Any = Tensor
 _ANSWERS = {
@@ -103,6 +103,7 @@ class Recorder:
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = set_item if function is _tensor.__setitem__ else function
+        function = function_of(function) if isinstance(function, torch._ops.OpOverload) else function
         name = name_of(function)
         asked = args, kwargs
         args, kwargs = in_form(function, args, kwargs)
@@ -362,6 +363,7 @@ def _record(
             recorder.running(),
             own_backward.recorded(recorder.call),
             without_tracebacks(),
+            names_torchscript(),
             torch.compiler.set_stance("force_eager"),
         ):  # compiled modules run as they are
             found = call(made)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..spatial.rules import name_of
+from ..spatial.rules import NotServed, name_of
 from ..spatial.shapes import put_back, set_item
 from .draws import Draws
 from .filled import COPIES, FACTORIES, Filled
@@ -225,3 +225,15 @@ def without_tracebacks() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextlib.contextmanager
+def names_torchscript() -> Iterator[None]:
+    """With gradients, TorchScript's interpreter fails on values without data, and does not say why."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "TorchScript interpreter" in str(error) and str(error).rstrip().endswith("RuntimeError:"):
+            what = "a function or module of TorchScript is not served with gradients: give what it was made from"
+            raise NotServed(f"tile: {what}") from error
+        raise

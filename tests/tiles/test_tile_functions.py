@@ -164,3 +164,34 @@ def test_another_shape_in_place_is_refused(function: Callable[[Tensor], Tensor])
             pc.NotServed, match=r"(squeeze|transpose)_ is not served: it gives a tensor another shape in"
         ):
             pc.tile(function, structured(shape))
+
+
+@torch.jit.script
+def _SCRIPTED(x: Tensor, slope: float) -> Tensor:
+    y = F.leaky_relu(x * torch.sigmoid(x), slope).clamp(-1.0, 1.0)
+    return F.silu(torch.cat([y.add_(slope), y], dim=1))
+
+
+def test_functions_of_torchscript() -> None:
+    x = structured((2, 4, 23, 18))
+    conv = nn.Conv2d(4, 4, 3, padding=1).double()
+
+    def function(x: Tensor) -> Tensor:
+        return _SCRIPTED(conv(x), 0.2)
+
+    with torch.no_grad():
+        for kind in ({"tile": 3}, {"budget": "1GiB"}):
+            torch.testing.assert_close(pc.tile(function, x, **kind), function(x), rtol=1e-10, atol=1e-10)
+        plan = pc.tile_plan(function, x, tile=3)
+        assert plan.sweeps[0].strips > 4 and not plan.kinds.why
+    with pytest.raises(pc.NotServed, match="TorchScript is not served with gradients: give what it was made from"):
+        pc.tile(function, x, tile=3)
+    assert all(p.grad is None for p in conv.parameters())
+
+
+@torch.no_grad()
+def test_modules_of_torch_export() -> None:
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.LeakyReLU(), nn.MaxPool2d(2), nn.SiLU())
+    x = structured((2, 4, 24, 18))
+    exported = torch.export.export(net.double().eval(), (x,)).module()
+    torch.testing.assert_close(pc.tile(exported, x, tile=3), net(x), rtol=1e-10, atol=1e-10)
