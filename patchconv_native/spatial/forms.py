@@ -8,6 +8,7 @@ The names are those of torch's own schemas. Functions that torch has in Python h
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,9 +72,13 @@ def function_of(overload: torch._ops.OpOverload) -> Any:
     name = overload._schema.name
     if overload in RULES or not name.startswith("aten::"):
         return overload
-    found = [function for function in RULES if _operator(function) == name]
-    found += [one for one in (getattr(torch.nn.functional, name.removeprefix("aten::"), None),) if one in RULES]
-    return next(iter(found), overload)
+    in_python: Any = getattr(torch.nn.functional, name.removeprefix("aten::"), None)
+    if in_python in RULES and not isinstance(in_python, types.BuiltinFunctionType):
+        wanted = ["input", *(one.name for one in overload._schema.arguments[1:])]
+        taken = list(inspect.signature(in_python).parameters)
+        if overload._schema.arguments[0].name == "self" and taken[: len(wanted)] == wanted:  # losses take others
+            return in_python
+    return next((function for function in RULES if _operator(function) == name), overload)
 
 
 @functools.cache

@@ -195,3 +195,17 @@ def test_modules_of_torch_export() -> None:
     x = structured((2, 4, 24, 18))
     exported = torch.export.export(net.double().eval(), (x,)).module()
     torch.testing.assert_close(pc.tile(exported, x, tile=3), net(x), rtol=1e-10, atol=1e-10)
+    plan = pc.tile_plan(exported, x, tile=3)
+    assert plan.sweeps[0].strips > 3 and not plan.kinds.why
+
+
+@torch.no_grad()
+def test_operators_with_other_arguments_than_their_functions() -> None:
+    """F.mse_loss(x, y, 0) adds up, the operator with these arguments does not."""
+    aten, x = torch.ops.aten, structured((2, 4, 23, 18))
+    for function in (
+        lambda x: aten.mse_loss.default(x, x + 1, 0), lambda x: aten.l1_loss.default(x, x + 1, 2),
+        lambda x: aten.elu.default(x, 1.0, 2.0, 3.0), lambda x: aten.elu.default(x, 1.0, 2.0),
+    ):  # fmt: skip
+        with pytest.raises(pc.NotServed, match=r"(loss|elu)\.default is not served: it has no rule"):
+            pc.tile(function, x, tile=3)
