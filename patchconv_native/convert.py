@@ -193,6 +193,7 @@ def _converted_subclass(cls: type) -> type:
 
         body = {
             "_stock": cls,
+            "_writes_into": None,
             "__module__": cls.__module__,
             "__doc__": cls.__doc__,
             "__reduce_ex__": reduce,

@@ -10,6 +10,7 @@ from torch import nn
 
 from .functional import activation
 from .lean import ForwardInLean
+from .reuse.in_place import SERVED
 
 
 class Lean(ForwardInLean):
@@ -50,7 +51,7 @@ _SAVES: dict[str, tuple[type[nn.Module], ...]] = {
 
 def _layer(stock: type[nn.Module], saved: str) -> type[nn.Module]:
     doc = f"torch.nn.{stock.__name__}, with its arguments and shapes. Saves for backward {saved}."
-    body = {"__module__": __name__, "__doc__": doc, "_stock": stock}
+    body = {"__module__": __name__, "__doc__": doc, "_stock": stock, "_writes_into": stock if stock in SERVED else None}
     return type(stock.__name__, (Lean, stock), body)
 
 

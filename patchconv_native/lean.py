@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import functional
 from ._library import PLAIN
+from .reuse import InPlaceFunctions, in_place, is_spent, worth_a_look
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -257,13 +258,28 @@ def _saves_nothing(module: nn.Module) -> bool:
 class ForwardInLean(nn.Module):
     """A base class that runs the forward of the class after it (in the order of super()) inside `lean()`.
 
-    Where nothing is saved for backward, only classes that need less memory even then do.
+    Where nothing is saved for backward, only classes that need less memory even then do. Some layers write their result
+    into an input that nobody reads again.
     """
+
+    _writes_into: type[nn.Module] | None = None
+    """The stock class of a layer that can write into its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() or in_lean():
             return super().forward(*args, **kwargs)
         if _saves_nothing(self) and not _gains_by_itself(self):
-            return super().forward(*args, **kwargs)
+            return self._without_gradients(args, kwargs)
         with lean():
             return super().forward(*args, **kwargs)
+
+    def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._writes_into is not None:
+            if len(args) == 1 and not kwargs and is_spent(self, args):
+                result = in_place(self, self._writes_into, args[0])
+                if result is not None:
+                    return result
+        elif worth_a_look(self, args):
+            with InPlaceFunctions():
+                return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,240 @@
+"""What a Python function that is calling `callee(x, ...)` at this moment does: which callee, which x, is x read again.
+
+Read from the function's bytecode, as CPython 3.10 to 3.13 write it. What is not understood gets no answer (None).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_LOOKS_AT_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "breakpoint"})
+_DOES_NOTHING = frozenset({"PRECALL", "CACHE", "NOP", "RESUME", "EXTENDED_ARG", "KW_NAMES"})
+_CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
+_MAKES_A_VALUE = frozenset({"LOAD_CONST", "LOAD_DEREF"})
+"""Besides BINARY_...: they take values from the stack, if any, and put one there."""
+_LEAVES = frozenset({
+    "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD",
+    "JUMP_BACKWARD_NO_INTERRUPT",
+})  # fmt: skip
+"""The instruction after these is not the next one."""
+_BEGINS_A_TRY = frozenset({"SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH"})
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A variable of the function, or a global one, and the attributes that are taken of it."""
+
+    of_the_function: bool
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    callee: _Name
+    argument: str | None
+    """A variable of the function. None: what was computed for this call."""
+
+
+@dataclass(frozen=True)
+class _SeenSum:
+    sign: str
+    operands: tuple[str | None, str | None]
+    """Variables of the function that are not read again."""
+
+
+_SIGNS = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
+"""In Python 3.10. Later they are arguments of BINARY_OP."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """`callee(argument, ...)`, after which no variable of the caller that holds the argument is read again."""
+
+    callee: Any
+    held: bool
+    """Whether a variable of the caller holds the argument. If not, it was computed for this call."""
+
+
+def call_in(frame: types.FrameType, argument: Any) -> Call | None:
+    """What `frame` is calling now with this first argument, if it does not read the argument again."""
+    seen = _seen_in(frame)
+    if not isinstance(seen, _Seen):
+        return None
+    names = {name for name in (seen.argument, seen.callee.names[0] if seen.callee.of_the_function else None) if name}
+    found = _variables(frame, names) if names else {}
+    if seen.argument is not None and found.get(seen.argument) is not argument:
+        return None
+    return Call(_value(frame, seen.callee, found), seen.argument is not None)
+
+
+def operand_in(frame: types.FrameType, sign: str, argument: Any) -> bool:
+    """Whether `frame` computes `a + b`, say, and the argument is a variable a or b of it that is not read again."""
+    seen = _seen_in(frame)
+    if not isinstance(seen, _SeenSum) or seen.sign != sign:
+        return False
+    names = {name for name in seen.operands if name}
+    return any(value is argument for value in _variables(frame, names).values())
+
+
+def _seen_in(frame: types.FrameType) -> _Seen | _SeenSum | None:
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or not _LOOKS_AT_LOCALS.isdisjoint(code.co_names):
+        return None
+    return _seen_at(code, frame.f_lasti)
+
+
+def _variables(frame: types.FrameType, names: set[str]) -> dict[str, Any]:
+    """Some variables of a running function."""
+    every = frame.f_locals
+    found = {name: every.get(name) for name in names}
+    if sys.version_info < (3, 13):
+        every.clear()  # a copy that would live as long as the frame, with all that it holds
+    return found
+
+
+def _value(frame: types.FrameType, name: _Name, variables: dict[str, Any]) -> Any:
+    """Of modules of either kind, without running anything. None for others."""
+    first, *rest = name.names
+    value = variables.get(first) if name.of_the_function else frame.f_globals.get(first)
+    for attribute in rest:
+        if isinstance(value, nn.Module):
+            value = vars(value).get("_modules", {}).get(attribute)
+        elif isinstance(value, types.ModuleType):
+            value = vars(value).get(attribute)
+        else:
+            return None
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _seen_at(code: types.CodeType, place: int) -> _Seen | _SeenSum | None:
+    steps = list(dis.get_instructions(code))
+    at = max((i for i, step in enumerate(steps) if step.offset <= place), default=0)  # caches follow a call
+    step = steps[at]
+
+    def spent(value: Any) -> str | None:
+        if not isinstance(value, _Name) or len(value.names) > 1 or not value.of_the_function:
+            return None
+        (name,) = value.names
+        return None if name in code.co_cellvars or _reads_again(code, steps, at, name) else name
+
+    sign = step.argrepr if step.opname == "BINARY_OP" else _SIGNS.get(step.opname)
+    if sign is not None:
+        left, right = _stack_before(steps, at, 2)
+        return _SeenSum(sign, (spent(left), spent(right)))
+    if step.opname not in _CALLS or not step.arg:
+        return None
+    of_callee = 1 if step.opname == "CALL_FUNCTION" else 2
+    *callee, argument = _stack_before(steps, at, of_callee + step.arg)[: of_callee + 1]
+    named = [one for one in callee if one is not _NULL]
+    if len(named) != 1 or not isinstance(named[0], _Name) or argument is None:
+        return None
+    if isinstance(argument, _Name) and argument.of_the_function and len(argument.names) == 1:
+        name = spent(argument)
+        return _Seen(named[0], name) if name else None
+    return _Seen(named[0], None)
+
+
+_COMPUTED, _NULL = object(), object()
+"""On the stack besides names: what the function computed, and what CPython puts beside a callee. None: not known."""
+
+
+def _stack_before(steps: list[dis.Instruction], at: int, count: int) -> list[Any]:
+    """The uppermost values on the stack before the instruction steps[at]."""
+    begin = at
+    while begin > 0 and not steps[begin].is_jump_target and steps[begin - 1].opname not in _LEAVES:
+        begin -= 1
+    stack: list[Any] = []
+    for step in steps[begin:at]:
+        _follow(stack, step)
+    return _pop(stack, count)
+
+
+def _pop(stack: list[Any], count: int) -> list[Any]:
+    taken = [stack.pop() if stack else None for _ in range(count)]
+    return taken[::-1]
+
+
+def _follow(stack: list[Any], step: dis.Instruction) -> None:
+    """What an instruction does to the stack. One that is not known here leaves nothing known."""
+    name, count = step.opname, step.arg or 0
+    if name in _DOES_NOTHING:
+        return
+    if name in ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_LOAD_FAST"):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        stack.extend(_Name(True, (one,)) for one in loaded)
+    elif name == "LOAD_GLOBAL":
+        _push_callee(stack, _Name(False, (step.argval,)), sys.version_info >= (3, 11) and count & 1)
+    elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+        (base,) = _pop(stack, 1)
+        value = _Name(base.of_the_function, (*base.names, step.argval)) if isinstance(base, _Name) else _COMPUTED
+        _push_callee(stack, value, name == "LOAD_METHOD" or (sys.version_info >= (3, 12) and count & 1))
+    elif name == "PUSH_NULL":
+        stack.append(_NULL)
+    elif name == "STORE_FAST":
+        _pop(stack, 1)
+    elif name in _CALLS:
+        _pop(stack, count + (1 if name == "CALL_FUNCTION" else 2))
+        stack.append(_COMPUTED)
+    elif name in _MAKES_A_VALUE or name.startswith("BINARY_"):
+        _pop(stack, 1 - dis.stack_effect(step.opcode, step.arg))
+        stack.append(_COMPUTED)
+    else:
+        stack.clear()
+
+
+def _push_callee(stack: list[Any], value: Any, with_null: Any) -> None:
+    stack.extend((_NULL, value) if with_null else (value,))
+
+
+def _reads_again(code: types.CodeType, steps: list[dis.Instruction], at: int, name: str) -> bool:
+    """Whether some way through the function, after the call steps[at], reads the variable before it sets it."""
+    places = {step.offset: i for i, step in enumerate(steps)}
+    ways = [at + 1, *(places[target] for target in _handlers(code, steps))]
+    known: set[int] = set()
+    while ways:
+        i = ways.pop()
+        if i in known or i >= len(steps):
+            continue
+        known.add(i)
+        step = steps[i]
+        first = _first_use(step, name)
+        if first == "reads":
+            return True
+        if first == "sets":
+            continue
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            ways.append(places[step.argval])
+        if step.opname not in _LEAVES:
+            ways.append(i + 1)
+    return False
+
+
+def _first_use(step: dis.Instruction, name: str) -> str | None:
+    """What an instruction does first with the variable."""
+    if step.opname == "STORE_FAST":
+        return "sets" if step.argval == name else None
+    if step.opname == "STORE_FAST_LOAD_FAST":
+        return "sets" if step.argval[0] == name else "reads" if step.argval[1] == name else None
+    if step.opname == "STORE_FAST_STORE_FAST":
+        return "sets" if name in step.argval else None
+    named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return "reads" if step.opcode in dis.haslocal and name in named else None
+
+
+def _handlers(code: types.CodeType, steps: list[dis.Instruction]) -> Iterator[int]:
+    """Where the function may go on after an exception."""
+    for entry in getattr(dis.Bytecode(code), "exception_entries", ()):
+        yield entry.target
+    for step in steps:
+        if step.opname in _BEGINS_A_TRY:
+            yield step.argval

@@ -1,0 +1,174 @@
+"""Whether the input of a layer or a function can be read by nobody after the call.
+
+That is so if nothing holds the tensor but the call itself and at most one variable of the caller, which is not read
+again. Holders are counted: CPython keeps the number with every object, and how many a call itself makes is counted at
+a call of our own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .callers import call_in, operand_in
+
+_LEAST = 1 << 20
+"""Bytes. Smaller tensors are not worth the look."""
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+_OF_A_MODULE = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
+"""The functions between a caller and the forward of a module without hooks, innermost first."""
+_SERVED = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def is_large(x: Any) -> bool:
+    """Whether x is a tensor that is worth the look."""
+    return type(x) is Tensor and x.layout == torch.strided and x.is_floating_point() and x.nbytes >= _LEAST
+
+
+# Each of the three is to be called where it says, and nowhere else: it counts on what lies between it and the caller.
+def is_spent(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether args[0] is a large tensor that fills its memory, and that nobody can read after this call of `layer`.
+
+    For what the layer's forward(self, *args, **kwargs) calls.
+    """
+    holders = _holders(args)[0]
+    if isinstance(layer, _Probe):
+        layer.counted = holders
+        return False
+    if not is_large(args[0]) or not _fills_its_memory(args[0]):
+        return False
+    return _nobody_else(args[0], holders, _of_a_layer(), _behind(sys._getframe(2).f_back, _OF_A_MODULE), layer)
+
+
+def is_spent_in(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """The same for a call of a function of torch. For the __torch_function__ of a mode."""
+    holders = _holders(args)[0]
+    if not is_large(args[0]) or not _fills_its_memory(args[0]):
+        return False
+    caller = _behind(sys._getframe(1).f_back, _between(function))
+    return _nobody_else(args[0], holders, _of_a_function(function), caller, function)
+
+
+def spent_operand(sign: str, args: tuple[Any, ...]) -> int | None:
+    """Which operand of `a + b`, say, is such a tensor, and a variable of the caller. For the same place.
+
+    None: neither of them.
+    """
+    holders = _holders(args)
+    caller = _behind(sys._getframe(1).f_back, ())
+    for place, count in enumerate(holders):
+        x = args[place]
+        if is_large(x) and count == _of_operands(sign)[place] and _fills_its_memory(x):
+            if caller is not None and operand_in(caller, sign, x):
+                return place
+    return None
+
+
+def _holders(args: tuple[Any, ...]) -> list[int]:
+    return [sys.getrefcount(one) for one in args]
+
+
+def _nobody_else(x: Tensor, holders: int, own: int, caller: types.FrameType | None, callee: Any) -> bool:
+    """own: how many the call itself makes. The argument of this function is one more, and is counted there too."""
+    call = call_in(caller, x) if caller is not None else None
+    return call is not None and call.callee == callee and holders == own + call.held
+
+
+def _fills_its_memory(x: Tensor) -> bool:
+    """Whether x is dense, alone in its memory, and that memory is torch's own."""
+    if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
+        return False
+    if not (x.is_contiguous() or (x.dim() in _FORMATS and x.is_contiguous(memory_format=_FORMATS[x.dim()]))):
+        return False
+    memory = x.untyped_storage()
+    if memory.nbytes() != x.nbytes or not memory.resizable() or memory.is_shared():
+        return False  # numpy's, a file's, another process's
+    uses = x._use_count(), torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
+    return uses == (1, 2) and weakref.getweakrefcount(x) == 0  # in use by x, and by x and `memory`
+
+
+def _behind(frame: types.FrameType | None, codes: tuple[types.CodeType, ...]) -> types.FrameType | None:
+    """The function that called these, of which `frame` runs the first."""
+    for code in codes:
+        if frame is None or frame.f_code is not code:
+            return None
+        frame = frame.f_back
+    return frame if sys.gettrace() is None else None  # a debugger may read any variable
+
+
+def _between(function: Any) -> tuple[types.CodeType, ...]:
+    """The functions between a caller of `function` and the mode that gets the call."""
+    if isinstance(function, types.FunctionType):
+        return torch.overrides.handle_torch_function.__code__, function.__code__
+    return ()
+
+
+class _Probe:
+    counted = -1
+
+
+@functools.cache
+def _of_a_layer() -> int:
+    """How many hold a layer's input that was computed for its call alone. -1 where that is not known."""
+    from ..lean import ForwardInLean
+
+    class Layer(_Probe, ForwardInLean, nn.Identity):
+        _writes_into = nn.Identity
+
+    layer = Layer().eval()
+    return _counted(layer, lambda: layer.counted)
+
+
+@functools.cache
+def _of_a_function(function: Callable[..., Any]) -> int:
+    with _Counts() as mode:
+        return _counted(function, lambda: mode.counted[0])
+
+
+_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+}
+
+
+@functools.cache
+def _of_operands(sign: str) -> list[int]:
+    """How many hold the operands, of which each is held by one variable."""
+    if not _SERVED:
+        return [-1, -1]
+    with torch.no_grad(), _Counts() as mode:
+        _SUMS[sign](torch.empty(1), torch.empty(1))
+        return mode.counted
+
+
+class _Counts(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counted = _holders(args)
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(callee: Callable[[Tensor], Any], count: Callable[[], int]) -> int:
+    """How many hold the argument of callee(argument). One more must hold it if a variable does."""
+    if not _SERVED:
+        return -1
+    with torch.no_grad():
+        callee(torch.empty(1))
+        computed = count()
+        x = torch.empty(1)
+        x = callee(x)
+        return computed if count() == computed + 1 else -1
