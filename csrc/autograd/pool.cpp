@@ -109,42 +109,24 @@ Tensor max_pool(const Tensor& input, const PoolSpec& spec, IntArrayRef output_si
   return y;
 }
 
-std::vector<int64_t> expanded(IntArrayRef list, int64_t dims) {
-  return list.size() == 1 ? std::vector<int64_t>(dims, list[0]) : list.vec();
-}
-
 // Whether this library records the call. Stock raises the errors for arguments that do not fit.
 bool use_pool_node(const Tensor& x, int64_t dims) {
   return use_lean_node(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0;
 }
 
-std::optional<std::vector<int64_t>> output_size(const Tensor& x, const PoolSpec& spec, bool ceil_mode) {
-  std::vector<int64_t> sizes;
-  const size_t dims = spec.kernel.size();
-  for (const auto* list : {&spec.stride, &spec.padding, &spec.dilation}) {
-    if (list->size() != dims) return std::nullopt;
-  }
-  for (size_t d = 0; d < dims; ++d) {
-    const int64_t in = x.size(x.dim() - static_cast<int64_t>(dims - d));
-    const int64_t k = spec.kernel[d], s = spec.stride[d], p = spec.padding[d], step = spec.dilation[d];
-    if (k < 1 || s < 1 || p < 0 || step < 1 || p > (step * (k - 1) + 1) / 2) return std::nullopt;
-    const int64_t room = in + 2 * p - step * (k - 1) - 1;
-    if (room < 0 && !(ceil_mode && room + s > 0)) return std::nullopt;
-    int64_t out = (room + (ceil_mode ? s - 1 : 0)) / s + 1;
-    if (ceil_mode && (out - 1) * s >= in + p) --out;
-    if (out < 1) return std::nullopt;
-    sizes.push_back(out);
-  }
-  return sizes;
-}
+// Calls `values`, which records nothing, where nothing has to be recorded.
+bool records_nothing(const Tensor& x) { return !needs_node(x) && !has_tangent(x); }
 
 template <int kDims, auto kStock>
 Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
                    IntArrayRef dilation, bool ceil_mode) {
-  if (use_pool_node(x, kDims) && !kernel.empty()) {
-    const PoolSpec spec{expanded(kernel, kDims), expanded(stride.empty() ? kernel : stride, kDims),
-                        expanded(padding, kDims), expanded(dilation, kDims)};
-    if (const auto size = output_size(x, spec, ceil_mode)) {
+  if (records_nothing(x)) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return max_pool_values(x, kDims, kernel, stride, padding, dilation, ceil_mode);
+  }
+  if (use_pool_node(x, kDims)) {
+    const auto spec = pool_spec(kDims, kernel, stride, padding, dilation);
+    if (const auto size = pool_output_size(x, spec, ceil_mode)) {
       if (x.dim() == kDims + 2) return max_pool(x, spec, *size);
       return max_pool(x.unsqueeze(0), spec, *size).squeeze(0);
     }
@@ -154,6 +136,10 @@ Tensor max_pool_nd(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntA
 
 template <int kDims, auto kStock>
 Tensor adaptive_max_pool_nd(const Tensor& x, IntArrayRef output) {
+  if (records_nothing(x)) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return adaptive_max_pool_values(x, kDims, output);
+  }
   const auto size = expanded(output, kDims);
   const bool fits =
       size.size() == kDims && std::all_of(size.begin(), size.end(), [](int64_t n) { return n > 0; });

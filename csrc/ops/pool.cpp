@@ -24,7 +24,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "core/pool.h"
+#include "ops/activation.h"
 #include "ops/handle.h"
 
 namespace patchconv {
@@ -193,7 +196,18 @@ TORCH_LIBRARY_IMPL(patchconv, Meta, m) {
                                  IntArrayRef, IntArrayRef) { return at::empty_like(offsets, at::kLong); });
 }
 
-void stock_pools(torch::Library& m) {
+template <int kDims>
+Tensor values(const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+              IntArrayRef dilation, bool ceil_mode) {
+  return max_pool_values(x, kDims, kernel, stride, padding, dilation, ceil_mode);
+}
+
+template <int kDims>
+Tensor adaptive_values(const Tensor& x, IntArrayRef output_size) {
+  return adaptive_max_pool_values(x, kDims, output_size);
+}
+
+void stock_max_pools(torch::Library& m) {
   m.impl("max_pool1d", TORCH_FN(at::max_pool1d));
   m.impl("max_pool2d", TORCH_FN(at::max_pool2d));
   m.impl("max_pool3d", TORCH_FN(at::max_pool3d));
@@ -203,6 +217,9 @@ void stock_pools(torch::Library& m) {
          [](const Tensor& x, IntArrayRef size) { return std::get<0>(at::adaptive_max_pool2d(x, size)); });
   m.impl("adaptive_max_pool3d",
          [](const Tensor& x, IntArrayRef size) { return std::get<0>(at::adaptive_max_pool3d(x, size)); });
+}
+
+void stock_average_pools(torch::Library& m) {
   m.impl("avg_pool1d", TORCH_FN(at::avg_pool1d));
   m.impl("avg_pool2d", TORCH_FN(at::avg_pool2d));
   m.impl("avg_pool3d", TORCH_FN(at::avg_pool3d));
@@ -212,8 +229,19 @@ void stock_pools(torch::Library& m) {
   m.impl("adaptive_avg_pool3d",
          [](const Tensor& x, IntArrayRef size) { return at::adaptive_avg_pool3d(x, size); });
 }
-TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) { stock_pools(m); }
-TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) { stock_pools(m); }
+TORCH_LIBRARY_IMPL(patchconv, CompositeExplicitAutograd, m) {
+  m.impl("max_pool1d", &values<1>);
+  m.impl("max_pool2d", &values<2>);
+  m.impl("max_pool3d", &values<3>);
+  m.impl("adaptive_max_pool1d", &adaptive_values<1>);
+  m.impl("adaptive_max_pool2d", &adaptive_values<2>);
+  m.impl("adaptive_max_pool3d", &adaptive_values<3>);
+  stock_average_pools(m);
+}
+TORCH_LIBRARY_IMPL(patchconv, FuncTorchDynamicLayerFrontMode, m) {
+  stock_max_pools(m);
+  stock_average_pools(m);
+}
 
 }  // namespace
 
@@ -236,6 +264,71 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& offsets, c10::SymIntA
   static const auto op = handle<Tensor(const Tensor&, const Tensor&, c10::SymIntArrayRef, IntArrayRef,
                                        IntArrayRef, IntArrayRef, IntArrayRef)>("_max_pool_backward");
   return op.call(grad, offsets, input_size, spec.kernel, spec.stride, spec.padding, spec.dilation);
+}
+
+std::vector<int64_t> expanded(IntArrayRef list, int64_t dims) {
+  return list.size() == 1 ? std::vector<int64_t>(dims, list[0]) : list.vec();
+}
+
+PoolSpec pool_spec(int64_t dims, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+                   IntArrayRef dilation) {
+  return {expanded(kernel, dims), expanded(stride.empty() ? kernel : stride, dims), expanded(padding, dims),
+          expanded(dilation, dims)};
+}
+
+std::optional<std::vector<int64_t>> pool_output_size(const Tensor& x, const PoolSpec& spec, bool ceil_mode) {
+  std::vector<int64_t> sizes;
+  const size_t dims = spec.kernel.size();
+  if (dims == 0) return std::nullopt;
+  for (const auto* list : {&spec.stride, &spec.padding, &spec.dilation}) {
+    if (list->size() != dims) return std::nullopt;
+  }
+  for (size_t d = 0; d < dims; ++d) {
+    const int64_t in = x.size(x.dim() - static_cast<int64_t>(dims - d));
+    const int64_t k = spec.kernel[d], s = spec.stride[d], p = spec.padding[d], step = spec.dilation[d];
+    if (k < 1 || s < 1 || p < 0 || step < 1 || p > (step * (k - 1) + 1) / 2) return std::nullopt;
+    const int64_t room = in + 2 * p - step * (k - 1) - 1;
+    if (room < 0 && !(ceil_mode && room + s > 0)) return std::nullopt;
+    int64_t out = (room + (ceil_mode ? s - 1 : 0)) / s + 1;
+    if (ceil_mode && (out - 1) * s >= in + p) --out;
+    if (out < 1) return std::nullopt;
+    sizes.push_back(out);
+  }
+  return sizes;
+}
+
+namespace {
+
+// Whether x is an image of so many dimensions, with or without a batch, that this library pools.
+bool pools(const Tensor& x, int64_t dims) {
+  return served(x) && (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0;
+}
+
+Tensor maxima(const Tensor& x, int64_t dims, const PoolSpec& spec, IntArrayRef output_size) {
+  if (x.dim() == dims + 2) return std::get<0>(max_pool_forward(x, spec, output_size));
+  return std::get<0>(max_pool_forward(x.unsqueeze(0), spec, output_size)).squeeze(0);
+}
+
+}  // namespace
+
+Tensor max_pool_values(const Tensor& x, int64_t dims, IntArrayRef kernel, IntArrayRef stride,
+                       IntArrayRef padding, IntArrayRef dilation, bool ceil_mode) {
+  const PoolSpec spec = pool_spec(dims, kernel, stride, padding, dilation);
+  if (pools(x, dims) && static_cast<int64_t>(spec.kernel.size()) == dims) {
+    if (const auto size = pool_output_size(x, spec, ceil_mode)) return maxima(x, dims, spec, *size);
+  }
+  const auto stock = dims == 1 ? &at::max_pool1d : dims == 2 ? &at::max_pool2d : &at::max_pool3d;
+  return stock(x, kernel, stride, padding, dilation, ceil_mode);
+}
+
+Tensor adaptive_max_pool_values(const Tensor& x, int64_t dims, IntArrayRef output_size) {
+  const auto size = expanded(output_size, dims);
+  const bool fits = static_cast<int64_t>(size.size()) == dims &&
+                    std::all_of(size.begin(), size.end(), [](int64_t n) { return n > 0; });
+  if (fits && pools(x, dims)) return maxima(x, dims, {}, size);
+  if (dims == 1) return std::get<0>(at::adaptive_max_pool1d(x, output_size));
+  if (dims == 2) return std::get<0>(at::adaptive_max_pool2d(x, output_size));
+  return std::get<0>(at::adaptive_max_pool3d(x, output_size));
 }
 
 }  // namespace patchconv

@@ -15,6 +15,19 @@ struct PoolSpec {
   std::vector<int64_t> kernel, stride, padding, dilation;
 };
 
+std::vector<int64_t> expanded(at::IntArrayRef list, int64_t dims);  // one number for all dimensions
+// From the arguments of a stock max pool. An empty stride is the kernel.
+PoolSpec pool_spec(int64_t dims, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                   at::IntArrayRef dilation);
+// The spatial sizes of the output. None for arguments that do not fit: stock raises their errors.
+std::optional<std::vector<int64_t>> pool_output_size(const at::Tensor& x, const PoolSpec& spec,
+                                                     bool ceil_mode);
+
+// A max pool of which nothing is recorded. Positions take one byte meanwhile, where stock's take eight.
+at::Tensor max_pool_values(const at::Tensor& x, int64_t dims, at::IntArrayRef kernel, at::IntArrayRef stride,
+                           at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode);
+at::Tensor adaptive_max_pool_values(const at::Tensor& x, int64_t dims, at::IntArrayRef output_size);
+
 // patchconv::_max_pool*, through the dispatcher. Inputs are batched: (N, C, L), (N, C, H, W) or (N, C, D, H,
 // W).
 std::tuple<at::Tensor, at::Tensor> max_pool_forward(const at::Tensor& input, const PoolSpec& spec,
