@@ -279,7 +279,7 @@ class ForwardInLean(nn.Module):
                 result = in_place(self, self._writes_into, args[0])
                 if result is not None:
                     return result
-        elif worth_a_look(self, args):
+        elif worth_a_look(args):
             with InPlaceFunctions():
                 return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)

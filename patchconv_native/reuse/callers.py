@@ -38,64 +38,51 @@ class _Name:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Call:
     callee: _Name
-    argument: str | None
-    """A variable of the function. None: what was computed for this call."""
 
 
 @dataclass(frozen=True)
-class _SeenSum:
+class _Sum:
+    """`a + b`, say, and which of a and b are variables of the function."""
+
     sign: str
-    operands: tuple[str | None, str | None]
-    """Variables of the function that are not read again."""
+    operands: frozenset[str]
 
 
-_SIGNS = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
-"""In Python 3.10. Later they are arguments of BINARY_OP."""
+def holds_in_call(frame: types.FrameType, callee: Any, argument: Any) -> int | None:
+    """How many variables of `frame`, which is calling callee(argument, ...), hold the argument.
 
-
-@dataclass(frozen=True)
-class Call:
-    """`callee(argument, ...)`, after which no variable of the caller that holds the argument is read again."""
-
-    callee: Any
-    held: bool
-    """Whether a variable of the caller holds the argument. If not, it was computed for this call."""
-
-
-def call_in(frame: types.FrameType, argument: Any) -> Call | None:
-    """What `frame` is calling now with this first argument, if it does not read the argument again."""
+    None if one of them is read again, or if the function calls something else.
+    """
     seen = _seen_in(frame)
-    if not isinstance(seen, _Seen):
+    if not isinstance(seen, _Call):
         return None
-    names = {name for name in (seen.argument, seen.callee.names[0] if seen.callee.of_the_function else None) if name}
-    found = _variables(frame, names) if names else {}
-    if seen.argument is not None and found.get(seen.argument) is not argument:
-        return None
-    return Call(_value(frame, seen.callee, found), seen.argument is not None)
+    variables = _variables(frame)
+    found = _value(frame, seen.callee, variables)
+    return _held(frame, variables, argument) if found is not None and found == callee else None
 
 
-def operand_in(frame: types.FrameType, sign: str, argument: Any) -> bool:
-    """Whether `frame` computes `a + b`, say, and the argument is a variable a or b of it that is not read again."""
+def holds_in_sum(frame: types.FrameType, sign: str, operand: Any) -> int | None:
+    """The same for `frame` that is computing `a + b`, say, of which one is the operand and a variable."""
     seen = _seen_in(frame)
-    if not isinstance(seen, _SeenSum) or seen.sign != sign:
-        return False
-    names = {name for name in seen.operands if name}
-    return any(value is argument for value in _variables(frame, names).values())
-
-
-def _seen_in(frame: types.FrameType) -> _Seen | _SeenSum | None:
-    code = frame.f_code
-    if not code.co_flags & inspect.CO_OPTIMIZED or not _LOOKS_AT_LOCALS.isdisjoint(code.co_names):
+    if not isinstance(seen, _Sum) or seen.sign != sign:
         return None
-    return _seen_at(code, frame.f_lasti)
+    variables = _variables(frame)
+    if not any(variables.get(name) is operand for name in seen.operands):
+        return None
+    return _held(frame, variables, operand)
 
 
-def _variables(frame: types.FrameType, names: set[str]) -> dict[str, Any]:
-    """Some variables of a running function."""
+def _held(frame: types.FrameType, variables: dict[str, Any], value: Any) -> int | None:
+    names = [name for name, one in variables.items() if one is value]
+    return None if any(_is_read_again(frame.f_code, frame.f_lasti, name) for name in names) else len(names)
+
+
+def _variables(frame: types.FrameType) -> dict[str, Any]:
+    """The variables of a running function."""
     every = frame.f_locals
-    found = {name: every.get(name) for name in names}
+    found = dict(every)
     if sys.version_info < (3, 13):
         every.clear()  # a copy that would live as long as the frame, with all that it holds
     return found
@@ -115,33 +102,44 @@ def _value(frame: types.FrameType, name: _Name, variables: dict[str, Any]) -> An
     return value
 
 
-@functools.lru_cache(maxsize=4096)
-def _seen_at(code: types.CodeType, place: int) -> _Seen | _SeenSum | None:
+def _seen_in(frame: types.FrameType) -> _Call | _Sum | None:
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or not _LOOKS_AT_LOCALS.isdisjoint(code.co_names):
+        return None
+    return _seen_at(code, frame.f_lasti)
+
+
+_SIGNS = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
+"""In Python 3.10. Later they are arguments of BINARY_OP."""
+
+
+def _at(code: types.CodeType, place: int) -> tuple[list[dis.Instruction], int]:
+    """The function's instructions, and which of them runs. Caches may follow a call."""
     steps = list(dis.get_instructions(code))
-    at = max((i for i, step in enumerate(steps) if step.offset <= place), default=0)  # caches follow a call
+    return steps, max((i for i, step in enumerate(steps) if step.offset <= place), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _seen_at(code: types.CodeType, place: int) -> _Call | _Sum | None:
+    steps, at = _at(code, place)
     step = steps[at]
-
-    def spent(value: Any) -> str | None:
-        if not isinstance(value, _Name) or len(value.names) > 1 or not value.of_the_function:
-            return None
-        (name,) = value.names
-        return None if name in code.co_cellvars or _reads_again(code, steps, at, name) else name
-
     sign = step.argrepr if step.opname == "BINARY_OP" else _SIGNS.get(step.opname)
     if sign is not None:
-        left, right = _stack_before(steps, at, 2)
-        return _SeenSum(sign, (spent(left), spent(right)))
+        operands = [one for one in _stack_before(steps, at, 2) if isinstance(one, _Name)]
+        return _Sum(sign, frozenset(one.names[0] for one in operands if one.of_the_function and len(one.names) == 1))
     if step.opname not in _CALLS or not step.arg:
         return None
     of_callee = 1 if step.opname == "CALL_FUNCTION" else 2
-    *callee, argument = _stack_before(steps, at, of_callee + step.arg)[: of_callee + 1]
-    named = [one for one in callee if one is not _NULL]
-    if len(named) != 1 or not isinstance(named[0], _Name) or argument is None:
-        return None
-    if isinstance(argument, _Name) and argument.of_the_function and len(argument.names) == 1:
-        name = spent(argument)
-        return _Seen(named[0], name) if name else None
-    return _Seen(named[0], None)
+    named = [one for one in _stack_before(steps, at, of_callee + step.arg)[:of_callee] if one is not _NULL]
+    return _Call(named[0]) if len(named) == 1 and isinstance(named[0], _Name) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_read_again(code: types.CodeType, place: int, name: str) -> bool:
+    """Whether the function, or one inside of it, may read its variable after what it does at this place."""
+    if name in code.co_cellvars or name in code.co_freevars:
+        return True
+    return _reads_again(code, *_at(code, place), name)
 
 
 _COMPUTED, _NULL = object(), object()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from .in_place import by_place
-from .spent import is_large, is_spent_in, spent_operand
+from .spent import is_large, is_spent_in, spent_operands
+
+_LEAST = 1 << 16
+"""Bytes of a module's input: with few channels it is much smaller than what is made of it."""
 
 _METHODS = {torch.relu: torch.relu_, torch.sigmoid: torch.sigmoid_, torch.tanh: torch.tanh_}
 """Functions, and those that write into their input."""
@@ -31,22 +30,11 @@ _SUMS: dict[Any, tuple[str, Any]] = {
     Tensor.div: ("/", Tensor.div_),
 }
 _EITHER_WAY = frozenset({"+", "*"})
-_NAMES = frozenset(function.__name__ for function in _ALL)
 
 
-@functools.cache
-def _is_served(forward: Callable[..., Any]) -> bool:
-    """Whether some of its own code could write into an input."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
-        return False
-    steps = dis.get_instructions(code)
-    return not _NAMES.isdisjoint(code.co_names) or any(step.opname.startswith("BINARY_") for step in steps)
-
-
-def worth_a_look(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether the module was given a large tensor, and its own code could write into one."""
-    return any(is_large(one) for one in args) and _is_served(type(module).forward)
+def worth_a_look(args: tuple[Any, ...]) -> bool:
+    """Whether a module's code was given a tensor of which it may make large ones, and is not looked at already."""
+    return any(is_large(one, _LEAST) for one in args) and not isinstance(_get_current_function_mode(), InPlaceFunctions)
 
 
 class InPlaceFunctions(TorchFunctionMode):
@@ -57,11 +45,13 @@ class InPlaceFunctions(TorchFunctionMode):
     ) -> Any:
         options = kwargs or {}
         result = None
-        if func in _SUMS and len(args) == 2 and not options:
+        if not any(map(is_large, args)):
+            pass
+        elif func in _SUMS and len(args) == 2 and not options:
             sign, into = _SUMS[func]
-            place = spent_operand(sign, args)
-            if place is not None and (place == 0 or sign in _EITHER_WAY) and _is_like(args[place], args[1 - place]):
-                result = into(args[place], args[1 - place])
+            for place in spent_operands(sign, args):
+                if (place == 0 or sign in _EITHER_WAY) and _is_like(args[place], args[1 - place]):
+                    return into(args[place], args[1 - place])
         elif func in _ALL and len(args) == 1 and not options.get("inplace") and is_spent_in(func, args):
             result = _into(func, args[0], options)
         return func(*args, **options) if result is None else result

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .callers import call_in, operand_in
+from .callers import holds_in_call, holds_in_sum
 
 _LEAST = 1 << 20
 """Bytes. Smaller tensors are not worth the look."""
@@ -28,12 +28,17 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _OF_A_MODULE = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 """The functions between a caller and the forward of a module without hooks, innermost first."""
-_SERVED = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+_SERVED = (
+    sys.implementation.name == "cpython"
+    and sys.version_info < (3, 14)  # later the stack may hold what is not counted
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
 
 
-def is_large(x: Any) -> bool:
-    """Whether x is a tensor that is worth the look."""
-    return type(x) is Tensor and x.layout == torch.strided and x.is_floating_point() and x.nbytes >= _LEAST
+def is_large(x: Any, least: int = 0) -> bool:
+    """Whether x is a tensor that is worth the look, or has as many bytes as are given."""
+    plain = type(x) is Tensor and x.layout == torch.strided and x.is_floating_point()
+    return plain and x.nbytes >= (least or _LEAST)
 
 
 # Each of the three is to be called where it says, and nowhere else: it counts on what lies between it and the caller.
@@ -60,19 +65,18 @@ def is_spent_in(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return _nobody_else(args[0], holders, _of_a_function(function), caller, function)
 
 
-def spent_operand(sign: str, args: tuple[Any, ...]) -> int | None:
-    """Which operand of `a + b`, say, is such a tensor, and a variable of the caller. For the same place.
-
-    None: neither of them.
-    """
+def spent_operands(sign: str, args: tuple[Any, ...]) -> list[int]:
+    """Which operands of `a + b`, say, are such tensors, and variables of the caller. For the same place."""
     holders = _holders(args)
     caller = _behind(sys._getframe(1).f_back, ())
+    found = []
     for place, count in enumerate(holders):
         x = args[place]
-        if is_large(x) and count == _of_operands(sign)[place] and _fills_its_memory(x):
-            if caller is not None and operand_in(caller, sign, x):
-                return place
-    return None
+        if caller is not None and is_large(x) and _fills_its_memory(x):
+            held = holds_in_sum(caller, sign, x)
+            if held is not None and count == _of_operands(sign)[place] + held - 1:
+                found.append(place)
+    return found
 
 
 def _holders(args: tuple[Any, ...]) -> list[int]:
@@ -80,9 +84,9 @@ def _holders(args: tuple[Any, ...]) -> list[int]:
 
 
 def _nobody_else(x: Tensor, holders: int, own: int, caller: types.FrameType | None, callee: Any) -> bool:
-    """own: how many the call itself makes. The argument of this function is one more, and is counted there too."""
-    call = call_in(caller, x) if caller is not None else None
-    return call is not None and call.callee == callee and holders == own + call.held
+    """own: how many the call itself makes."""
+    held = holds_in_call(caller, callee, x) if caller is not None else None
+    return held is not None and own >= 0 and holders == own + held
 
 
 def _fills_its_memory(x: Tensor) -> bool:
@@ -104,7 +108,7 @@ def _behind(frame: types.FrameType | None, codes: tuple[types.CodeType, ...]) ->
         if frame is None or frame.f_code is not code:
             return None
         frame = frame.f_back
-    return frame if sys.gettrace() is None else None  # a debugger may read any variable
+    return frame if _SERVED and sys.gettrace() is None else None  # a debugger may read any variable
 
 
 def _between(function: Any) -> tuple[types.CodeType, ...]:
@@ -147,8 +151,6 @@ _SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @functools.cache
 def _of_operands(sign: str) -> list[int]:
     """How many hold the operands, of which each is held by one variable."""
-    if not _SERVED:
-        return [-1, -1]
     with torch.no_grad(), _Counts() as mode:
         _SUMS[sign](torch.empty(1), torch.empty(1))
         return mode.counted
@@ -164,8 +166,6 @@ class _Counts(TorchFunctionMode):
 
 def _counted(callee: Callable[[Tensor], Any], count: Callable[[], int]) -> int:
     """How many hold the argument of callee(argument). One more must hold it if a variable does."""
-    if not _SERVED:
-        return -1
     with torch.no_grad():
         callee(torch.empty(1))
         computed = count()
