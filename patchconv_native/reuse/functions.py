@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from .in_place import by_place
-from .spent import is_large, is_spent_in, spent_operands
+from .spent import KINDS, is_large, is_spent_in, spent_operands
 
 _LEAST = 1 << 16
 """Bytes of a module's input: with few channels it is much smaller than what is made of it."""
@@ -61,7 +61,7 @@ def _is_like(x: Tensor, other: Any) -> bool:
     """Whether the sum of the two has the shape, the strides and the dtype of x."""
     if type(other) in (int, float):
         return True
-    if type(other) not in (Tensor, nn.Parameter) or other.layout != torch.strided or other.is_complex():
+    if type(other) not in (*KINDS, nn.Parameter) or other.layout != torch.strided or other.is_complex():
         return False
     if other.device != x.device or torch.result_type(x, other) != x.dtype:
         return False

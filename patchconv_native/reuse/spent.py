@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
 
 from .callers import holds_in_call, holds_in_sum
@@ -24,10 +26,16 @@ from .callers import holds_in_call, holds_in_sum
 _LEAST = 1 << 20
 """Bytes. Smaller tensors are not worth the look."""
 
+KINDS = Tensor, FakeTensor
+"""A prediction on fake tensors is of what real ones would do."""
+
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _OF_A_MODULE = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 """The functions between a caller and the forward of a module without hooks, innermost first."""
+_INSIDE = [code for code in nn.Module._call_impl.__code__.co_consts if isinstance(code, types.CodeType)]
+_OF_HOOKS = tuple(code for code in _INSIDE if code.co_name == "inner")
+"""With hooks there is another one."""
 _SERVED = (
     sys.implementation.name == "cpython"
     and sys.version_info < (3, 14)  # later the stack may hold what is not counted
@@ -37,7 +45,7 @@ _SERVED = (
 
 def is_large(x: Any, least: int = 0) -> bool:
     """Whether x is a tensor that is worth the look, or has as many bytes as are given."""
-    plain = type(x) is Tensor and x.layout == torch.strided and x.is_floating_point()
+    plain = type(x) in KINDS and x.layout == torch.strided and x.is_floating_point()
     return plain and x.nbytes >= (least or _LEAST)
 
 
@@ -53,7 +61,11 @@ def is_spent(layer: nn.Module, args: tuple[Any, ...]) -> bool:
         return False
     if not is_large(args[0]) or not _fills_its_memory(args[0]):
         return False
-    return _nobody_else(args[0], holders, _of_a_layer(), _behind(sys._getframe(2).f_back, _OF_A_MODULE), layer)
+    hooked = _is_watched()
+    if hooked is None or _has_hooks(layer):
+        return False
+    caller = _behind(sys._getframe(2).f_back, (*(_OF_HOOKS if hooked else ()), *_OF_A_MODULE))
+    return _nobody_else(args[0], holders, _of_a_layer(hooked), caller, layer)
 
 
 def is_spent_in(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -99,7 +111,9 @@ def _fills_its_memory(x: Tensor) -> bool:
     if memory.nbytes() != x.nbytes or not memory.resizable() or memory.is_shared():
         return False  # numpy's, a file's, another process's
     uses = x._use_count(), torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
-    return uses == (1, 2) and weakref.getweakrefcount(x) == 0  # in use by x, and by x and `memory`
+    if uses != (1, 2):  # by x itself, and by x and `memory`
+        return False
+    return type(x) is FakeTensor or weakref.getweakrefcount(x) == 0
 
 
 def _behind(frame: types.FrameType | None, codes: tuple[types.CodeType, ...]) -> types.FrameType | None:
@@ -122,8 +136,28 @@ class _Probe:
     counted = -1
 
 
+def reads_nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a hook for all modules that does not look at their inputs and results."""
+    hook.reads_nothing = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _is_watched() -> bool | None:
+    """Whether there are hooks for all modules. None if one may look at inputs."""
+    hooks = [*_hooks._global_forward_pre_hooks.values(), *_hooks._global_forward_hooks.values()]
+    others = (_hooks._global_backward_pre_hooks, _hooks._global_backward_hooks)
+    if any(others) or not all(getattr(hook, "reads_nothing", False) for hook in hooks):
+        return None
+    return bool(hooks)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    own = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return any(own)
+
+
 @functools.cache
-def _of_a_layer() -> int:
+def _of_a_layer(watched: bool) -> int:
     """How many hold a layer's input that was computed for its call alone. -1 where that is not known."""
     from ..lean import ForwardInLean
 

@@ -41,7 +41,8 @@ class Writer:
         a, b = self.value(), self.value()
         return self.random.choice([
             self.layer(a), self.layer(a), self.layer(a), self.layer(self.layer(a)), self.layer(f"{a} * 0.5"),
-            f"{a} + {b}", f"{a} * {b}", f"{a} - {b}", f"{a} / 2.0", f"1 - {a}", f"{a} - 0.5", f"{a} * 0.5", f"{a} / 3", f"{a} + {a}.mean((2, 3), keepdim=True)",
+            f"{a} + {b}", f"{a} * {b}", f"{a} - {b}", f"{a} / 2.0", f"1 - {a}",
+            f"{a} - 0.5", f"{a} * 0.5", f"{a} / 3", f"{a} + {a}.mean((2, 3), keepdim=True)",
             f"{a} + {self.layer(b)}", f"({a} + {b}) * 0.5", a, f"{a}.view({a}.shape)", f"{a}.detach()",
             f"{a}.transpose(2, 3).contiguous().transpose(2, 3)", "kept[-1]", f"named['x'] + {a}", "self.memory",
             f"{self.layer(a)} if float({b}.sum()) > 0 else {b}", f"self.relu(input={a})", f"(lambda: {a})()",
