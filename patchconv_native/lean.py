@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import functional
 from ._library import PLAIN
-from .reuse import InPlaceFunctions, in_place, is_spent, worth_a_look
+from .reuse import InPlaceFunctions, entered_again, in_place, is_spent, left, worth_a_look
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -274,12 +274,17 @@ class ForwardInLean(nn.Module):
             return super().forward(*args, **kwargs)
 
     def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._writes_into is not None:
-            if len(args) == 1 and not kwargs and is_spent(self, args):
-                result = in_place(self, self._writes_into, args[0])
-                if result is not None:
-                    return result
-        elif worth_a_look(args):
-            with InPlaceFunctions():
-                return super().forward(*args, **kwargs)
-        return super().forward(*args, **kwargs)
+        outer = left()
+        try:
+            if self._writes_into is not None:
+                if len(args) == 1 and not kwargs and is_spent(self, args):
+                    result = in_place(self, self._writes_into, args[0])
+                    if result is not None:
+                        return result
+            elif worth_a_look(self, args):
+                with InPlaceFunctions():
+                    return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+        finally:
+            if outer is not None:
+                entered_again(outer)

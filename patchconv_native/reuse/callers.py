@@ -74,6 +74,15 @@ def holds_in_sum(frame: types.FrameType, sign: str, operand: Any) -> int | None:
     return _held(frame, variables, operand)
 
 
+def computes(code: types.CodeType, signs: frozenset[str]) -> bool:
+    """Whether the function has `a + b`, say, in its own code."""
+    return any(_sign(step) in signs for step in dis.get_instructions(code))
+
+
+def _sign(step: dis.Instruction) -> str | None:
+    return step.argrepr if step.opname == "BINARY_OP" else _SIGNS.get(step.opname)
+
+
 def _held(frame: types.FrameType, variables: dict[str, Any], value: Any) -> int | None:
     names = [name for name, one in variables.items() if one is value]
     return None if any(_is_read_again(frame.f_code, frame.f_lasti, name) for name in names) else len(names)
@@ -123,7 +132,7 @@ def _at(code: types.CodeType, place: int) -> tuple[list[dis.Instruction], int]:
 def _seen_at(code: types.CodeType, place: int) -> _Call | _Sum | None:
     steps, at = _at(code, place)
     step = steps[at]
-    sign = step.argrepr if step.opname == "BINARY_OP" else _SIGNS.get(step.opname)
+    sign = _sign(step)
     if sign is not None:
         operands = [one for one in _stack_before(steps, at, 2) if isinstance(one, _Name)]
         return _Sum(sign, frozenset(one.names[0] for one in operands if one.of_the_function and len(one.names) == 1))

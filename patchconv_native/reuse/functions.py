@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
-from .in_place import by_place
+from .callers import computes
 from .spent import KINDS, is_large, is_spent_in, spent_operands
-
-_LEAST = 1 << 16
-"""Bytes of a module's input: with few channels it is much smaller than what is made of it."""
 
 _METHODS = {torch.relu: torch.relu_, torch.sigmoid: torch.sigmoid_, torch.tanh: torch.tanh_}
 """Functions, and those that write into their input."""
@@ -21,24 +21,32 @@ _WITH_INPLACE = frozenset({
     F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.hardswish, F.hardsigmoid, F.mish,
 })  # fmt: skip
 """These have an argument `inplace`."""
-_BY_PIECE = frozenset({F.gelu, F.softplus, F.logsigmoid})
-_ALL = {*_METHODS, *_WITH_INPLACE, *_BY_PIECE}
+_ALL = {*_METHODS, *_WITH_INPLACE, F.gelu}
 _SUMS: dict[Any, tuple[str, Any]] = {
     Tensor.add: ("+", Tensor.add_),
     Tensor.sub: ("-", Tensor.sub_),
     Tensor.mul: ("*", Tensor.mul_),
     Tensor.div: ("/", Tensor.div_),
 }
+_SIGNS = frozenset(sign for sign, _ in _SUMS.values())
+_NAMES = frozenset(function.__name__ for function in _ALL)
 _EITHER_WAY = frozenset({"+", "*"})
 
 
-def worth_a_look(args: tuple[Any, ...]) -> bool:
-    """Whether a module's code was given a tensor of which it may make large ones, and is not looked at already."""
-    return any(is_large(one, _LEAST) for one in args) and not isinstance(_get_current_function_mode(), InPlaceFunctions)
+@functools.cache
+def _is_served(forward: Callable[..., Any]) -> bool:
+    """Whether its own code calls one of the functions, or adds."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and (not _NAMES.isdisjoint(code.co_names) or computes(code, _SIGNS))
+
+
+def worth_a_look(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether the module was given a large tensor, and its own code could write into one."""
+    return any(is_large(one) for one in args) and _is_served(type(module).forward)
 
 
 class InPlaceFunctions(TorchFunctionMode):
-    """For the code of a module without gradients."""
+    """For a module's own code, without gradients. Layers inside of the module are called outside of the mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,4 +83,16 @@ def _into(function: Any, input: Tensor, options: dict[str, Any]) -> Any:
         return function(input, **{**options, "inplace": True})
     if function in _METHODS:
         return _METHODS[function](input)
-    return by_place(function, input, **options)
+    return torch.ops.aten.gelu_(input, **options)
+
+
+def left() -> InPlaceFunctions | None:
+    """Leaves the mode, if it is the innermost one."""
+    depth = torch._C._len_torch_function_stack()
+    if depth == 0 or type(torch._C._get_function_stack_at(depth - 1)) is not InPlaceFunctions:
+        return None
+    return torch._C._pop_torch_function_stack()
+
+
+def entered_again(mode: InPlaceFunctions) -> None:
+    torch._C._push_on_torch_function_stack(mode)

@@ -1,144 +1,134 @@
 """Layers that write their result into their input, without gradients.
 
-An activation with an argument `inplace` is called with it. Other layers compute a piece of their result at a time, by
-stock's functions, and it is copied over that piece of the input. A piece is what the layer computes apart: places,
-channels, groups or rows. So the numbers are those of one call.
+Activations have operators of torch for that. A norm by channel is torch's batch norm with its input for `out`; a norm by
+group is the same with the statistics of each group, which this package finds. A layer norm computes some rows at a time,
+and they are copied over those of the input.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..functional.activation import STOCK_LAYERS
 
-_PIECES = 32
-"""A piece is at most a 32nd of the input, where the layer allows it ..."""
-_LEAST = 1 << 20
-"""... but has at least so many bytes."""
+_PIECE = 1 << 20
+"""Bytes of a layer norm's rows that are computed at a time, for each thread."""
+_PAYS = 32 << 20
+"""Bytes of an input from which two passes, or a copy, cost less than the memory of a result of its own."""
 
-_Pieces = Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""Pieces of the input, and what computes the result for each."""
+_aten = torch.ops.aten
 
 
 def in_place(layer: nn.Module, stock: type[nn.Module], input: Tensor) -> Tensor | None:
     """What stock's forward gives for the layer, in the memory of `input`, which must fill its memory.
 
-    None if that cannot be: nothing has been written then.
+    None if that cannot be, or does not pay: nothing has been written then.
     """
-    if isinstance(getattr(layer, "inplace", None), bool):
+    return _INTO[stock](layer, input)
+
+
+def _by_inplace(stock: type[nn.Module]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """For layers with an argument `inplace`."""
+
+    def into(layer: nn.Module, input: Tensor) -> Tensor:
         made: Any = stock.__new__(stock)
         vars(made).update({**vars(layer), "inplace": True})
-        return made.forward(input)
-    if stock not in _PIECES_OF:
-        return by_place(functools.partial(stock.forward, layer), input)
-    pieces = _PIECES_OF[stock](layer, input)
-    return None if pieces is None else _written(input, pieces)
+        return made.forward(input)  # type: ignore[no-any-return]
+
+    return into
 
 
-def by_place(function: Callable[..., Tensor], input: Tensor, **options: Any) -> Tensor | None:
-    """function(input, **options) in the memory of the input, as `in_place` does it. The function computes by place."""
-    flat = input.as_strided((input.numel(),), (1,))
-    parts = _ranges(flat.numel(), _length(input, 1))
-    return _written(input, ((flat[part], lambda piece: function(piece, **options)) for part in parts))
+def _unless_cast(function: Callable[[Any, Tensor], Tensor | None]) -> Callable[[Any, Tensor], Tensor | None]:
+    """Autocast may have the stock function give another dtype."""
+
+    def into(layer: Any, input: Tensor) -> Tensor | None:
+        return None if torch.is_autocast_enabled(input.device.type) else function(layer, input)
+
+    return into
 
 
-def _written(input: Tensor, pieces: _Pieces) -> Tensor | None:
-    for number, (piece, compute) in enumerate(pieces):
-        result = compute(piece)
-        if number == 0 and (result.dtype != input.dtype or result.shape != piece.shape):
-            return None  # autocast, say
-        piece.copy_(result)
+def _by_channel(
+    input: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """A batch norm in eval mode of `rows`, which is the input in another shape."""
+    nothing = input.new_empty(0), input.new_empty(0)
+    torch.ops.aten.native_batch_norm.out(
+        rows, weight, bias, mean, variance, False, 0.0, eps, out=rows, save_mean=nothing[0], save_invstd=nothing[1]
+    )
     return input
 
 
-def _length(input: Tensor, of_one: int, at_least: int = 1) -> int:
-    """How many places, channels, ... of so many elements a piece has."""
-    least = max(_LEAST // input.element_size(), input.numel() // _PIECES)
-    return max(1, at_least, least // max(1, of_one))
-
-
-def _ranges(count: int, length: int) -> Iterator[slice]:
-    return (slice(i, min(i + length, count)) for i in range(0, count, length))
-
-
-def _by_channel(input: Tensor, function: Callable[..., Tensor], *parameters: Tensor | None) -> _Pieces:
-    """function(piece, *parameters of its channels)."""
-    images, channels = input.shape[:2]
-    places = max(1, input[:1, :1].numel())
-    for image in range(images):
-        one = input[image : image + 1]
-        if input.is_contiguous():
-            for part in _ranges(channels, _length(input, places)):
-                own = [p if p is None else p[part] for p in parameters]
-                yield one[:, part], lambda piece, own=own: function(piece, *own)  # type: ignore[misc]
-        else:  # channels_last: all channels of some rows
-            for part in _ranges(input.shape[2], _length(input, channels * places // max(1, input.shape[2]))):
-                yield one[:, :, part], lambda piece: function(piece, *parameters)
-
-
-def _prelu(layer: Any, input: Tensor) -> _Pieces | None:
-    if input.dim() < 2 or layer.weight.numel() not in (1, input.shape[1]):
+def _batch_norm(layer: Any, input: Tensor) -> Tensor | None:
+    layer._check_input_dim(input)
+    parameters = layer.running_mean, layer.running_var, layer.weight, layer.bias
+    if parameters[0] is None or parameters[1] is None or not _fit(input, parameters):
         return None
-    return _by_channel(input, F.prelu, layer.weight.expand(input.shape[1]))
+    return _by_channel(input, input, *parameters, layer.eps)
 
 
-def _batch_norm(layer: Any, input: Tensor) -> _Pieces | None:
-    if layer.running_mean is None or layer.running_var is None:
+def _fit(input: Tensor, parameters: tuple[Tensor | None, ...]) -> bool:
+    """Whether there is one of each a channel, in a dtype that goes with the input's. Others are stock's."""
+    given = [p for p in parameters if p is not None]
+    dtypes = {p.dtype for p in given}
+    fits = dtypes <= {input.dtype} or (input.dtype.itemsize == 2 and dtypes == {torch.float32})
+    return fits and all(p.shape == (input.shape[1],) for p in given)
+
+
+def _group_norm(layer: Any, input: Tensor) -> Tensor | None:
+    return _by_group(layer, input, layer.num_groups)
+
+
+def _instance_norm(layer: Any, input: Tensor) -> Tensor | None:
+    if layer.track_running_stats or input.dim() == layer._get_no_batch_dim():
         return None
     layer._check_input_dim(input)
-
-    def norm(piece: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.batch_norm(piece, mean, variance, weight, bias, False, 0.0, layer.eps)
-
-    return _by_channel(input, norm, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+    return _by_group(layer, input, layer.num_features) if input.shape[1] == layer.num_features else None
 
 
-def _group_norm(layer: Any, input: Tensor) -> _Pieces | None:
-    """On a CPU: a GPU computes all groups at once."""
-    groups = layer.num_groups
-    if not input.is_cpu or not input.is_contiguous() or input.dim() < 2 or input.shape[1] % groups:
+def _by_group(layer: Any, input: Tensor, groups: int) -> Tensor | None:
+    """On a CPU, where the statistics take one pass and no memory."""
+    served = input.is_cpu and input.nbytes >= _PAYS and input.is_contiguous() and input.dim() > 2
+    if not served or input.shape[1] % groups or not _fit(input, (layer.weight, layer.bias)):
         return None
-    return _by_group(layer, input, groups)
+    images, channels = input.shape[:2]
+    mean, variance = torch.ops.patchconv._batch_statistics.default(input.view(1, images * groups, -1), None, None, 0.0)
+    mean, variance = (one.repeat_interleave(channels // groups) for one in (mean, variance))
+    weight, bias = (p if p is None else p.to(mean.dtype).repeat(images) for p in (layer.weight, layer.bias))
+    if weight is None:
+        weight = torch.ones_like(mean)
+    return _by_channel(input, input.view(1, images * channels, -1), mean, variance, weight, bias, layer.eps)
 
 
-def _by_group(layer: Any, input: Tensor, groups: int) -> _Pieces:
-    channels = input.shape[1] // groups
-    length = _length(input, channels * input[:1, :1].numel(), torch.get_num_threads())
-    for image in range(input.shape[0]):
-        for part in _ranges(groups, length):
-            own = slice(part.start * channels, part.stop * channels)
-            weight, bias = (p if p is None else p[own] for p in (layer.weight, layer.bias))
-            yield (
-                input[image : image + 1, own],
-                lambda piece, n=part.stop - part.start, w=weight, b=bias: torch.group_norm(piece, n, w, b, layer.eps),  # type: ignore[misc]
-            )
-
-
-def _layer_norm(layer: Any, input: Tensor) -> _Pieces | None:
+def _layer_norm(layer: Any, input: Tensor) -> Tensor | None:
     shape = layer.normalized_shape
-    if not input.is_contiguous() or tuple(input.shape[-len(shape) :]) != shape:
+    if not input.is_cpu or input.nbytes < _PAYS or not input.is_contiguous() or input.shape[-len(shape) :] != shape:
         return None
-    return _by_row(layer, input, shape)
-
-
-def _by_row(layer: nn.Module, input: Tensor, shape: tuple[int, ...]) -> _Pieces:
     rows = input.view(-1, *shape)
-    forward = type(layer)._stock.forward  # type: ignore[attr-defined]
-    for part in _ranges(len(rows), _length(input, rows[0].numel(), torch.get_num_threads())):
-        yield rows[part], lambda piece: forward(layer, piece)
+    for piece in rows.split(max(1, _PIECE * torch.get_num_threads() * len(rows) // input.nbytes)):
+        piece.copy_(nn.LayerNorm.forward(layer, piece))
+    return input
 
 
-_PIECES_OF: dict[type[nn.Module], Callable[[Any, Tensor], _Pieces | None]] = {
-    nn.PReLU: _prelu,
+_INTO: dict[type[nn.Module], Callable[[Any, Tensor], Tensor | None]] = {
+    **{
+        stock: _by_inplace(stock)
+        for stocks in STOCK_LAYERS.values()
+        for stock in stocks
+        if "inplace" in stock.__init__.__code__.co_varnames
+    },
+    nn.GELU: lambda layer, input: _aten.gelu_(input, approximate=layer.approximate),
+    nn.Sigmoid: lambda layer, input: torch.sigmoid_(input),
+    nn.Tanh: lambda layer, input: torch.tanh_(input),
+    nn.Softplus: _unless_cast(lambda layer, input: _aten.softplus.out(input, layer.beta, layer.threshold, out=input)),
+    nn.Hardshrink: _unless_cast(lambda layer, input: _aten.hardshrink.out(input, layer.lambd, out=input)),
+    nn.Softshrink: _unless_cast(lambda layer, input: _aten.softshrink.out(input, layer.lambd, out=input)),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
-    nn.GroupNorm: _group_norm,
-    nn.LayerNorm: _layer_norm,
+    **dict.fromkeys((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), _unless_cast(_instance_norm)),
+    nn.GroupNorm: _unless_cast(_group_norm),
+    nn.LayerNorm: _unless_cast(_layer_norm),
 }
-"""Besides what is computed by place."""
-SERVED = frozenset(_PIECES_OF).union(*STOCK_LAYERS.values())
+SERVED = frozenset(_INTO)

@@ -43,10 +43,10 @@ _SERVED = (
 )
 
 
-def is_large(x: Any, least: int = 0) -> bool:
-    """Whether x is a tensor that is worth the look, or has as many bytes as are given."""
+def is_large(x: Any) -> bool:
+    """Whether x is a tensor that is worth the look."""
     plain = type(x) in KINDS and x.layout == torch.strided and x.is_floating_point()
-    return plain and x.nbytes >= (least or _LEAST)
+    return plain and x.nbytes >= _LEAST
 
 
 # Each of the three is to be called where it says, and nowhere else: it counts on what lies between it and the caller.
