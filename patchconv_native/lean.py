@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import functional
 from ._library import PLAIN
-from .reuse import InPlaceFunctions, entered_again, in_place, is_spent, left, worth_a_look
+from .reuse import InPlaceFunctions, entered_again, in_place, is_large, is_spent, left, worth_a_look
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -168,11 +168,14 @@ _CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") fo
 
 
 def _gains_by_itself(module: nn.Module) -> bool:
-    """Whether it needs less memory without gradients too: max pools, which make no indices, and convolutions."""
+    """Whether it needs less memory without gradients too: max pools, whose indices are smaller, and convolutions."""
     kinds = nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd, nn.modules.conv._ConvNd
-    if isinstance(module, kinds):
-        return True
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return isinstance(module, kinds) or _has_convolutions(type(module).forward)
+
+
+@functools.cache
+def _has_convolutions(forward: Callable[..., Any]) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and not _CONVOLUTIONS.isdisjoint(code.co_names)
 
 
@@ -269,7 +272,9 @@ class ForwardInLean(nn.Module):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() or in_lean():
             return super().forward(*args, **kwargs)
         if _saves_nothing(self) and not _gains_by_itself(self):
-            return self._without_gradients(args, kwargs)
+            if args and (is_large(args[0]) or torch._C._len_torch_function_stack()):
+                return self._without_gradients(args, kwargs)
+            return super().forward(*args, **kwargs)
         with lean():
             return super().forward(*args, **kwargs)
 

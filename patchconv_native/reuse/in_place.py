@@ -1,8 +1,8 @@
 """Layers that write their result into their input, without gradients.
 
-Activations have operators of torch for that. A norm by channel is torch's batch norm with its input for `out`; a norm by
-group is the same with the statistics of each group, which this package finds. A layer norm computes some rows at a time,
-and they are copied over those of the input.
+Activations have operators of torch for that. A norm by channel is torch's batch norm with its input for `out`; a norm
+by group is the same with the statistics of each group, which this package finds. A layer norm computes some rows at a
+time, and they are copied over those of the input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _by_inplace(stock: type[nn.Module]) -> Callable[[nn.Module, Tensor], Tensor]
     def into(layer: nn.Module, input: Tensor) -> Tensor:
         made: Any = stock.__new__(stock)
         vars(made).update({**vars(layer), "inplace": True})
-        return made.forward(input)  # type: ignore[no-any-return]
+        return made.forward(input)
 
     return into
 

@@ -45,8 +45,9 @@ _SERVED = (
 
 def is_large(x: Any) -> bool:
     """Whether x is a tensor that is worth the look."""
-    plain = type(x) in KINDS and x.layout == torch.strided and x.is_floating_point()
-    return plain and x.nbytes >= _LEAST
+    if type(x) is FakeTensor and x.fake_mode.shape_env is not None:
+        return False  # of a compiler
+    return type(x) in KINDS and x.layout == torch.strided and x.nbytes >= _LEAST and x.is_floating_point()
 
 
 # Each of the three is to be called where it says, and nowhere else: it counts on what lies between it and the caller.
@@ -103,6 +104,8 @@ def _nobody_else(x: Tensor, holders: int, own: int, caller: types.FrameType | No
 
 def _fills_its_memory(x: Tensor) -> bool:
     """Whether x is dense, alone in its memory, and that memory is torch's own."""
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return False  # vmap, or a tangent may go with it
     if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
         return False
     if not (x.is_contiguous() or (x.dim() in _FORMATS and x.is_contiguous(memory_format=_FORMATS[x.dim()]))):
@@ -201,8 +204,8 @@ class _Counts(TorchFunctionMode):
 def _counted(callee: Callable[[Tensor], Any], count: Callable[[], int]) -> int:
     """How many hold the argument of callee(argument). One more must hold it if a variable does."""
     with torch.no_grad():
-        callee(torch.empty(1))
+        callee(torch.empty(_LEAST))
         computed = count()
-        x = torch.empty(1)
+        x = torch.empty(_LEAST)
         x = callee(x)
         return computed if count() == computed + 1 else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import weakref
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import patchconv_native as pc
 from patchconv_native.reuse import spent
@@ -457,6 +459,31 @@ def test_gradients(name: str) -> None:
     model = pc.convert(Code(SPENT[name]).eval())
     place, result = model(FRESH.clone())
     assert result.data_ptr() != place
+
+
+def test_transforms_and_other_tensors() -> None:
+    def code(self: Any, x: Tensor) -> Any:
+        y = x * 2
+        y = self.norm(y)
+        y = torch.relu(y)
+        return y / 2.0
+
+    stock = Code(code).eval()
+    stock.norm = nn.BatchNorm2d(3).eval()
+    model = pc.convert(copy.deepcopy(stock))
+    x = torch.stack([made(), made() + 1])
+    with torch.no_grad():
+        assert torch.equal(torch.vmap(model)(x), torch.vmap(stock)(x))
+        ours, stocks = (torch.func.jvp(one, (made(),), (made(),)) for one in (model, stock))
+        assert torch.equal(ours[0], stocks[0]) and torch.equal(ours[1], stocks[1])
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(made(), made())
+            ours, stocks = (torch.autograd.forward_ad.unpack_dual(one(dual)) for one in (model, stock))
+        assert torch.equal(ours.primal, stocks.primal) and torch.equal(ours.tangent, stocks.tangent)
+        sparse = pc.convert(nn.Sequential(nn.ReLU()).eval())(made().to_sparse())
+        assert sparse.is_sparse and torch.equal(sparse.to_dense(), made().relu())
+        graph = make_fx(model, tracing_mode="symbolic", _allow_non_fake_inputs=True)(made())
+        assert torch.equal(graph(made()), stock(made()))
 
 
 def hook(model: Code) -> Any:
