@@ -251,8 +251,9 @@ def convert(model: Model, splits: Splits = None, *, functional: bool = True) -> 
     """Replaces the layers of `model` by this package's, in place, and returns the model.
 
     Convolutions need less memory while they compute; activations, norms, pools and dropout save less for backward. So
-    does functional code (F.relu, torch.cat, x + y): modules with a forward of their own run it inside `lean()`. Values,
-    parameters, hooks, optimizers and state_dict stay. Layers that cannot be converted (lazy and scripted modules) are
+    does functional code (F.relu, torch.cat, x + y): modules with a forward of their own run it inside `lean()`. In eval
+    mode without gradients, norms, activations and sums write into inputs that nobody reads again. Values, parameters,
+    hooks, optimizers and state_dict stay. Layers that cannot be converted (lazy and scripted modules) are
     left alone: `convert_report(model)` lists them with the reasons, and a warning names the convolutions among them.
     `revert` undoes it.
 

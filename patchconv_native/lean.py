@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import functional
 from ._library import PLAIN
-from .reuse import InPlaceFunctions, entered_again, in_place, is_large, is_spent, left, worth_a_look
+from .reuse import InPlaceFunctions, enter_again, in_place, is_large, is_spent, leave, worth_a_look
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -279,7 +279,7 @@ class ForwardInLean(nn.Module):
             return super().forward(*args, **kwargs)
 
     def _without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer = left()
+        outer = leave()
         try:
             if self._writes_into is not None:
                 if len(args) == 1 and not kwargs and is_spent(self, args):
@@ -292,4 +292,4 @@ class ForwardInLean(nn.Module):
             return super().forward(*args, **kwargs)
         finally:
             if outer is not None:
-                entered_again(outer)
+                enter_again(outer)

@@ -150,6 +150,9 @@ class Storages(TorchDispatchMode):
     what was there before.
     """
 
+    looks_at_nothing = True
+    """It keeps no tensors (reuse/spent.py)."""
+
     def __init__(
         self,
         census: Any,

@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .. import _library
-from ..reuse.spent import reads_nothing
+from ..reuse.spent import looks_at_nothing
 from . import fake as fakes
 from .labels import OUTSIDE
 from .records import ModuleFacts, Trace
@@ -140,13 +140,13 @@ class _Marks:
         ours = self.in_backward or threading.get_ident() == self._thread
         return self._modules.get(module) if ours else None
 
-    @reads_nothing
+    @looks_at_nothing
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         if (number := self._number_of(module)) is not None:
             self.open.append(number)
             self._census.enter(number)
 
-    @reads_nothing
+    @looks_at_nothing
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if (number := self._number_of(module)) is not None and number in self.open:
             while self.open.pop() != number:

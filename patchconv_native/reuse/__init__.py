@@ -8,8 +8,8 @@ functions   the functions that can, within the code of a module
 
 from __future__ import annotations
 
-from .functions import InPlaceFunctions, entered_again, left, worth_a_look
+from .functions import InPlaceFunctions, enter_again, leave, worth_a_look
 from .in_place import in_place
 from .spent import is_large, is_spent
 
-__all__ = ["InPlaceFunctions", "entered_again", "in_place", "is_large", "is_spent", "left", "worth_a_look"]
+__all__ = ["InPlaceFunctions", "enter_again", "in_place", "is_large", "is_spent", "leave", "worth_a_look"]

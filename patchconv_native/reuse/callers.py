@@ -16,11 +16,17 @@ from typing import Any
 
 from torch import nn
 
-_LOOKS_AT_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "breakpoint"})
+_LOOKS_AT_LOCALS = frozenset({
+    "locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe", "breakpoint",
+    "set_trace", "embed", "interact", "evaluate", "query",
+})  # fmt: skip
+"""A function that mentions one of these may read a variable by its name."""
 _DOES_NOTHING = frozenset({"PRECALL", "CACHE", "NOP", "RESUME", "EXTENDED_ARG", "KW_NAMES"})
 _CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
 _MAKES_A_VALUE = frozenset({"LOAD_CONST", "LOAD_DEREF"})
-"""Besides BINARY_...: they take values from the stack, if any, and put one there."""
+"""These put one value on the stack. (BINARY_... take some and put one there.)"""
+_OPCODES = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
+"""In Python 3.10. Later they are arguments of BINARY_OP."""
 _LEAVES = frozenset({
     "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD",
     "JUMP_BACKWARD_NO_INTERRUPT",
@@ -43,7 +49,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _Arithmetic:
     """`a + b`, say, and which of a and b are variables of the function."""
 
     sign: str
@@ -60,13 +66,14 @@ def holds_in_call(frame: types.FrameType, callee: Any, argument: Any) -> int | N
         return None
     variables = _variables(frame)
     found = _value(frame, seen.callee, variables)
-    return _held(frame, variables, argument) if found is not None and found == callee else None
+    is_it = found is callee or (isinstance(found, types.BuiltinFunctionType) and found == callee)
+    return _held(frame, variables, argument) if is_it else None
 
 
 def holds_in_sum(frame: types.FrameType, sign: str, operand: Any) -> int | None:
     """The same for `frame` that is computing `a + b`, say, of which one is the operand and a variable."""
     seen = _seen_in(frame)
-    if not isinstance(seen, _Sum) or seen.sign != sign:
+    if not isinstance(seen, _Arithmetic) or seen.sign != sign:
         return None
     variables = _variables(frame)
     if not any(variables.get(name) is operand for name in seen.operands):
@@ -80,7 +87,7 @@ def computes(code: types.CodeType, signs: frozenset[str]) -> bool:
 
 
 def _sign(step: dis.Instruction) -> str | None:
-    return step.argrepr if step.opname == "BINARY_OP" else _SIGNS.get(step.opname)
+    return step.argrepr if step.opname == "BINARY_OP" else _OPCODES.get(step.opname)
 
 
 def _held(frame: types.FrameType, variables: dict[str, Any], value: Any) -> int | None:
@@ -89,12 +96,18 @@ def _held(frame: types.FrameType, variables: dict[str, Any], value: Any) -> int 
 
 
 def _variables(frame: types.FrameType) -> dict[str, Any]:
-    """The variables of a running function."""
+    """The variables of a running function. None of a function in which somebody else looks at them."""
     every = frame.f_locals
+    if sys.version_info >= (3, 13):
+        return dict(every)
+    if sys.getrefcount(every) > _OWN_LOOK:
+        return {}
     found = dict(every)
-    if sys.version_info < (3, 13):
-        every.clear()  # a copy that would live as long as the frame, with all that it holds
+    every.clear()  # it would live as long as the frame, with all that it holds
     return found
+
+
+_OWN_LOOK = 3  # the frame, `every` above, and the count's argument
 
 
 def _value(frame: types.FrameType, name: _Name, variables: dict[str, Any]) -> Any:
@@ -111,15 +124,11 @@ def _value(frame: types.FrameType, name: _Name, variables: dict[str, Any]) -> An
     return value
 
 
-def _seen_in(frame: types.FrameType) -> _Call | _Sum | None:
+def _seen_in(frame: types.FrameType) -> _Call | _Arithmetic | None:
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED or not _LOOKS_AT_LOCALS.isdisjoint(code.co_names):
         return None
     return _seen_at(code, frame.f_lasti)
-
-
-_SIGNS = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
-"""In Python 3.10. Later they are arguments of BINARY_OP."""
 
 
 def _at(code: types.CodeType, place: int) -> tuple[list[dis.Instruction], int]:
@@ -129,13 +138,15 @@ def _at(code: types.CodeType, place: int) -> tuple[list[dis.Instruction], int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _seen_at(code: types.CodeType, place: int) -> _Call | _Sum | None:
+def _seen_at(code: types.CodeType, place: int) -> _Call | _Arithmetic | None:
     steps, at = _at(code, place)
     step = steps[at]
     sign = _sign(step)
     if sign is not None:
         operands = [one for one in _stack_before(steps, at, 2) if isinstance(one, _Name)]
-        return _Sum(sign, frozenset(one.names[0] for one in operands if one.of_the_function and len(one.names) == 1))
+        return _Arithmetic(
+            sign, frozenset(one.names[0] for one in operands if one.of_the_function and len(one.names) == 1)
+        )
     if step.opname not in _CALLS or not step.arg:
         return None
     of_callee = 1 if step.opname == "CALL_FUNCTION" else 2

@@ -22,13 +22,14 @@ _WITH_INPLACE = frozenset({
 })  # fmt: skip
 """These have an argument `inplace`."""
 _ALL = {*_METHODS, *_WITH_INPLACE, F.gelu}
-_SUMS: dict[Any, tuple[str, Any]] = {
+_OPTIONS = frozenset({"inplace", "negative_slope", "alpha", "approximate"})
+_ARITHMETIC: dict[Any, tuple[str, Any]] = {
     Tensor.add: ("+", Tensor.add_),
     Tensor.sub: ("-", Tensor.sub_),
     Tensor.mul: ("*", Tensor.mul_),
     Tensor.div: ("/", Tensor.div_),
 }
-_SIGNS = frozenset(sign for sign, _ in _SUMS.values())
+_SIGNS = frozenset(sign for sign, _ in _ARITHMETIC.values())
 _NAMES = frozenset(function.__name__ for function in _ALL)
 _EITHER_WAY = frozenset({"+", "*"})
 
@@ -40,33 +41,43 @@ def _is_served(forward: Callable[..., Any]) -> bool:
     return code is not None and (not _NAMES.isdisjoint(code.co_names) or computes(code, _SIGNS))
 
 
+_KNOWN = nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.PixelShuffle, nn.PixelUnshuffle, nn.Flatten
+"""Of torch.nn, besides the layers that were converted. Others (attention) compute otherwise inside of a mode."""
+
+
 def worth_a_look(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether the module was given a large tensor, and its own code could write into one."""
-    return any(is_large(one) for one in args) and _is_served(type(module).forward)
+    """Whether the module was given a large tensor, its own code could write into one, and its layers allow a mode."""
+    if not any(is_large(one) for one in args) or not _is_served(type(module).forward):
+        return False
+    return all(not type(one).__module__.startswith("torch.nn.") or type(one) in _KNOWN for one in module.modules())
 
 
 class InPlaceFunctions(TorchFunctionMode):
     """For a module's own code, without gradients. Layers inside of the module are called outside of the mode."""
 
+    looks_at_nothing = True
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        result = None
-        if not any(map(is_large, args)):
-            pass
-        elif func in _SUMS and len(args) == 2 and not options:
-            sign, into = _SUMS[func]
+        if torch.compiler.is_compiling() or not any(map(is_large, args)):
+            return func(*args, **options)
+        if func in _ARITHMETIC and len(args) == 2 and not options:
+            sign, into = _ARITHMETIC[func]
             for place in spent_operands(sign, args):
-                if (place == 0 or sign in _EITHER_WAY) and _is_like(args[place], args[1 - place]):
+                if _gives_like(sign, place, args[place], args[1 - place]):
                     return into(args[place], args[1 - place])
-        elif func in _ALL and len(args) == 1 and not options.get("inplace") and is_spent_in(func, args):
-            result = _into(func, args[0], options)
-        return func(*args, **options) if result is None else result
+        plain = len(args) == 1 and options.keys() <= _OPTIONS and not options.get("inplace")
+        if plain and func in _ALL and is_spent_in(func, args):
+            return _into(func, args[0], options)
+        return func(*args, **options)
 
 
-def _is_like(x: Tensor, other: Any) -> bool:
-    """Whether the sum of the two has the shape, the strides and the dtype of x."""
+def _gives_like(sign: str, place: int, x: Tensor, other: Any) -> bool:
+    """Whether `x + other`, or `other + x` with x at place 1, can be computed in x: in its shape, strides and dtype."""
+    if place == 1 and sign not in _EITHER_WAY:
+        return False
     if type(other) in (int, float):
         return True
     if type(other) not in (*KINDS, nn.Parameter) or other.layout != torch.strided or other.is_complex():
@@ -75,7 +86,7 @@ def _is_like(x: Tensor, other: Any) -> bool:
         return False
     if other.shape == x.shape:
         return other.stride() == x.stride()
-    return other.dim() <= x.dim() and torch.broadcast_shapes(other.shape, x.shape) == x.shape
+    return place == 0 and other.dim() <= x.dim() and torch.broadcast_shapes(other.shape, x.shape) == x.shape
 
 
 def _into(function: Any, input: Tensor, options: dict[str, Any]) -> Any:
@@ -86,7 +97,7 @@ def _into(function: Any, input: Tensor, options: dict[str, Any]) -> Any:
     return torch.ops.aten.gelu_(input, **options)
 
 
-def left() -> InPlaceFunctions | None:
+def leave() -> InPlaceFunctions | None:
     """Leaves the mode, if it is the innermost one."""
     depth = torch._C._len_torch_function_stack()
     if depth == 0 or type(torch._C._get_function_stack_at(depth - 1)) is not InPlaceFunctions:
@@ -94,5 +105,5 @@ def left() -> InPlaceFunctions | None:
     return torch._C._pop_torch_function_stack()
 
 
-def entered_again(mode: InPlaceFunctions) -> None:
+def enter_again(mode: InPlaceFunctions) -> None:
     torch._C._push_on_torch_function_stack(mode)

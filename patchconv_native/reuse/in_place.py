@@ -35,6 +35,7 @@ def _by_inplace(stock: type[nn.Module]) -> Callable[[nn.Module, Tensor], Tensor]
     """For layers with an argument `inplace`."""
 
     def into(layer: nn.Module, input: Tensor) -> Tensor:
+        # The layer itself is not changed: other threads may use it.
         made: Any = stock.__new__(stock)
         vars(made).update({**vars(layer), "inplace": True})
         return made.forward(input)
@@ -55,7 +56,7 @@ def _by_channel(
     input: Tensor, rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """A batch norm in eval mode of `rows`, which is the input in another shape."""
-    nothing = input.new_empty(0), input.new_empty(0)
+    nothing = mean.new_empty(0), mean.new_empty(0)
     torch.ops.aten.native_batch_norm.out(
         rows, weight, bias, mean, variance, False, 0.0, eps, out=rows, save_mean=nothing[0], save_invstd=nothing[1]
     )

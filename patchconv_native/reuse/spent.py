@@ -1,8 +1,8 @@
 """Whether the input of a layer or a function can be read by nobody after the call.
 
-That is so if nothing holds the tensor but the call itself and at most one variable of the caller, which is not read
-again. Holders are counted: CPython keeps the number with every object, and how many a call itself makes is counted at
-a call of our own.
+That is so if nothing holds the tensor but the call itself and variables of the caller that are not read again. Holders
+are counted: CPython keeps their number with every object, and a call of our own, made beside it in the same
+surroundings, shows how many a call itself makes.
 """
 
 from __future__ import annotations
@@ -17,77 +17,80 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from .callers import holds_in_call, holds_in_sum
 
-_LEAST = 1 << 20
+_LEAST = 4 << 20
 """Bytes. Smaller tensors are not worth the look."""
 
 KINDS = Tensor, FakeTensor
 """A prediction on fake tensors is of what real ones would do."""
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-_OF_A_MODULE = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
-"""The functions between a caller and the forward of a module without hooks, innermost first."""
-_INSIDE = [code for code in nn.Module._call_impl.__code__.co_consts if isinstance(code, types.CodeType)]
-_OF_HOOKS = tuple(code for code in _INSIDE if code.co_name == "inner")
-"""With hooks there is another one."""
 _SERVED = (
     sys.implementation.name == "cpython"
     and sys.version_info < (3, 14)  # later the stack may hold what is not counted
     and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+# The functions between a caller and the forward of a module, innermost first. With hooks there is one more.
+_OF_A_MODULE = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
+_INSIDE = [code for code in nn.Module._call_impl.__code__.co_consts if isinstance(code, types.CodeType)]
+_WITH_HOOKS = (*(code for code in _INSIDE if code.co_name == "inner"), *_OF_A_MODULE)
 
 
 def is_large(x: Any) -> bool:
-    """Whether x is a tensor that is worth the look."""
+    """Whether x is a tensor on the CPU that is worth the look. (On a GPU, another stream may still read it.)"""
+    if type(x) not in KINDS or x.layout != torch.strided or x.device.type != "cpu":
+        return False
     if type(x) is FakeTensor and x.fake_mode.shape_env is not None:
         return False  # of a compiler
-    return type(x) in KINDS and x.layout == torch.strided and x.nbytes >= _LEAST and x.is_floating_point()
+    return x.nbytes >= _LEAST and x.is_floating_point()
 
 
-# Each of the three is to be called where it says, and nowhere else: it counts on what lies between it and the caller.
+# Each of the next three looks at the functions above it, up to the caller: it works where it is said to be called.
 def is_spent(layer: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether args[0] is a large tensor that fills its memory, and that nobody can read after this call of `layer`.
+    """Whether args[0], the one argument of this call of `layer`, is a large tensor that nobody can read afterwards.
 
-    For what the layer's forward(self, *args, **kwargs) calls.
+    Called by ForwardInLean._without_gradients, which the layer's forward calls.
     """
     holders = _holders(args)[0]
     if isinstance(layer, _Probe):
         layer.counted = holders
         return False
-    if not is_large(args[0]) or not _fills_its_memory(args[0]):
+    if not _is_alone(args[0]) or _has_hooks(layer):
         return False
-    hooked = _is_watched()
-    if hooked is None or _has_hooks(layer):
-        return False
-    caller = _behind(sys._getframe(2).f_back, (*(_OF_HOOKS if hooked else ()), *_OF_A_MODULE))
-    return _nobody_else(args[0], holders, _of_a_layer(hooked), caller, layer)
+    caller = _caller(sys._getframe(2).f_back, _WITH_HOOKS if _global_hooks() else _OF_A_MODULE)
+    held = holds_in_call(caller, layer, args[0]) if caller is not None else None
+    return held is not None and holders == _made_by_a_layer() + held
 
 
 def is_spent_in(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """The same for a call of a function of torch. For the __torch_function__ of a mode."""
+    """The same of a function of torch. Called by the __torch_function__ of a mode."""
     holders = _holders(args)[0]
-    if not is_large(args[0]) or not _fills_its_memory(args[0]):
+    if not _is_alone(args[0]):
         return False
-    caller = _behind(sys._getframe(1).f_back, _between(function))
-    return _nobody_else(args[0], holders, _of_a_function(function), caller, function)
+    between: tuple[types.CodeType, ...] = ()
+    if isinstance(function, types.FunctionType):
+        between = torch.overrides.handle_torch_function.__code__, function.__code__
+    caller = _caller(sys._getframe(1).f_back, between)
+    held = holds_in_call(caller, function, args[0]) if caller is not None else None
+    return held is not None and holders == _made_by_a_function(function) + held
 
 
 def spent_operands(sign: str, args: tuple[Any, ...]) -> list[int]:
-    """Which operands of `a + b`, say, are such tensors, and variables of the caller. For the same place."""
+    """Which operands of `a + b`, say, are such tensors, and variables. Called by the __torch_function__ of a mode."""
     holders = _holders(args)
-    caller = _behind(sys._getframe(1).f_back, ())
+    caller = _caller(sys._getframe(1).f_back, ())
     found = []
     for place, count in enumerate(holders):
-        x = args[place]
-        if caller is not None and is_large(x) and _fills_its_memory(x):
-            held = holds_in_sum(caller, sign, x)
-            if held is not None and count == _of_operands(sign)[place] + held - 1:
+        if caller is not None and _is_alone(args[place]):
+            held = holds_in_sum(caller, sign, args[place])
+            if held is not None and count == _made_by_operators(sign)[place] + held:
                 found.append(place)
     return found
 
@@ -96,88 +99,103 @@ def _holders(args: tuple[Any, ...]) -> list[int]:
     return [sys.getrefcount(one) for one in args]
 
 
-def _nobody_else(x: Tensor, holders: int, own: int, caller: types.FrameType | None, callee: Any) -> bool:
-    """own: how many the call itself makes."""
-    held = holds_in_call(caller, callee, x) if caller is not None else None
-    return held is not None and own >= 0 and holders == own + held
-
-
-def _fills_its_memory(x: Tensor) -> bool:
-    """Whether x is dense, alone in its memory, and that memory is torch's own."""
-    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
-        return False  # vmap, or a tangent may go with it
-    if x.requires_grad or (x.is_inference() and not torch.is_inference_mode_enabled()):
-        return False
-    if not (x.is_contiguous() or (x.dim() in _FORMATS and x.is_contiguous(memory_format=_FORMATS[x.dim()]))):
-        return False
-    memory = x.untyped_storage()
-    if memory.nbytes() != x.nbytes or not memory.resizable() or memory.is_shared():
-        return False  # numpy's, a file's, another process's
-    uses = x._use_count(), torch._C._storage_Use_Count(memory._cdata)  # type: ignore[attr-defined]
-    if uses != (1, 2):  # by x itself, and by x and `memory`
-        return False
-    return type(x) is FakeTensor or weakref.getweakrefcount(x) == 0
-
-
-def _behind(frame: types.FrameType | None, codes: tuple[types.CodeType, ...]) -> types.FrameType | None:
-    """The function that called these, of which `frame` runs the first."""
+def _caller(frame: types.FrameType | None, codes: tuple[types.CodeType, ...]) -> types.FrameType | None:
+    """The function that called the functions `codes`, of which `frame` runs the first."""
     for code in codes:
         if frame is None or frame.f_code is not code:
             return None
         frame = frame.f_back
-    return frame if _SERVED and sys.gettrace() is None else None  # a debugger may read any variable
+    return frame
 
 
-def _between(function: Any) -> tuple[types.CodeType, ...]:
-    """The functions between a caller of `function` and the mode that gets the call."""
-    if isinstance(function, types.FunctionType):
-        return torch.overrides.handle_torch_function.__code__, function.__code__
-    return ()
+def _is_alone(x: Any) -> bool:
+    """Whether x is large and fills memory of torch's own, and nothing else can see that memory or the operators."""
+    if not _SERVED or sys.gettrace() is not None or not is_large(x) or not _nobody_watches():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return False  # vmap, or a tangent may go with it
+    if x.requires_grad or x.is_inference() != torch.is_inference_mode_enabled() or x._is_zerotensor() or x.is_neg():
+        return False
+    if vars(x) or x.grad is not None or (type(x) is Tensor and weakref.getweakrefcount(x)):
+        return False
+    return _fills_its_memory(x) and _is_of_a_format(x)
 
 
-class _Probe:
-    counted = -1
+def _nobody_watches() -> bool:
+    """Whether no mode is active that could see the operators, and no hook for all modules that looks at inputs."""
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    modes += [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return all(
+        type(mode) in (DeviceContext, FakeTensorMode) or getattr(mode, "looks_at_nothing", False) for mode in modes
+    ) and all(getattr(hook, "looks_at_nothing", False) for hook in _global_hooks())
 
 
-def reads_nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a hook for all modules that does not look at their inputs and results."""
-    hook.reads_nothing = True  # type: ignore[attr-defined]
+def looks_at_nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a hook for all modules that keeps neither inputs nor results. Modes have an attribute of this name."""
+    hook.looks_at_nothing = True  # type: ignore[attr-defined]
     return hook
 
 
-def _is_watched() -> bool | None:
-    """Whether there are hooks for all modules. None if one may look at inputs."""
-    hooks = [*_hooks._global_forward_pre_hooks.values(), *_hooks._global_forward_hooks.values()]
-    others = (_hooks._global_backward_pre_hooks, _hooks._global_backward_hooks)
-    if any(others) or not all(getattr(hook, "reads_nothing", False) for hook in hooks):
-        return None
-    return bool(hooks)
+def _global_hooks() -> list[Any]:
+    before, after = _hooks._global_forward_pre_hooks, _hooks._global_forward_hooks
+    backward = _hooks._global_backward_pre_hooks, _hooks._global_backward_hooks
+    return [hook for hooks in (before, after, *backward) for hook in hooks.values()]
 
 
 def _has_hooks(layer: nn.Module) -> bool:
-    own = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return any(own)
+    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+
+
+def _fills_its_memory(x: Tensor) -> bool:
+    memory = x.untyped_storage()
+    if memory.nbytes() != x.nbytes or not memory.resizable() or memory.is_shared():
+        return False  # numpy's, a file's, another process's
+    fresh = torch.empty(0, device="cpu")
+    of_fresh = fresh.untyped_storage()
+    return _uses(x, memory) == _uses(fresh, of_fresh)
+
+
+def _uses(x: Any, memory: torch.UntypedStorage) -> tuple[int, int, int]:
+    """How many hold the tensor in C++, and its memory in C++ and in Python."""
+    return x._use_count(), torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
+
+
+def _is_of_a_format(x: Tensor) -> bool:
+    """Whether results of x have its strides: those of a dense layout, and not of another one as well."""
+    format = torch.contiguous_format if x.is_contiguous() else _FORMATS.get(x.dim())
+    return format is not None and x.stride() == torch.empty(x.shape, device="meta", memory_format=format).stride()
+
+
+class _Probe:
+    """A base of the layer at whose call holders are counted."""
+
+    counted = 0
 
 
 @functools.cache
-def _of_a_layer(watched: bool) -> int:
-    """How many hold a layer's input that was computed for its call alone. -1 where that is not known."""
+def _probe() -> Any:
     from ..lean import ForwardInLean
 
     class Layer(_Probe, ForwardInLean, nn.Identity):
         _writes_into = nn.Identity
 
-    layer = Layer().eval()
-    return _counted(layer, lambda: layer.counted)
+    return Layer().eval()
 
 
-@functools.cache
-def _of_a_function(function: Callable[..., Any]) -> int:
+def _made_by_a_layer() -> int:
+    """How many hold a layer's input that was computed for its call."""
+    layer = _probe()
+    layer(torch.empty(1).expand(_LEAST))
+    return int(layer.counted)
+
+
+def _made_by_a_function(function: Callable[..., Any]) -> int:
     with _Counts() as mode:
-        return _counted(function, lambda: mode.counted[0])
+        function(torch.empty(1))
+    return mode.counted[0]
 
 
-_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
@@ -185,27 +203,18 @@ _SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@functools.cache
-def _of_operands(sign: str) -> list[int]:
-    """How many hold the operands, of which each is held by one variable."""
-    with torch.no_grad(), _Counts() as mode:
-        _SUMS[sign](torch.empty(1), torch.empty(1))
-        return mode.counted
+def _made_by_operators(sign: str) -> list[int]:
+    """How many hold each operand besides a variable."""
+    with _Counts() as mode:
+        _ARITHMETIC[sign](torch.empty(1), torch.empty(1))
+    return [count - 1 for count in mode.counted]
 
 
 class _Counts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not args or not isinstance(args[0], Tensor):
+            return func(*args, **(kwargs or {}))
         self.counted = _holders(args)
-        return func(*args, **(kwargs or {}))
-
-
-def _counted(callee: Callable[[Tensor], Any], count: Callable[[], int]) -> int:
-    """How many hold the argument of callee(argument). One more must hold it if a variable does."""
-    with torch.no_grad():
-        callee(torch.empty(_LEAST))
-        computed = count()
-        x = torch.empty(_LEAST)
-        x = callee(x)
-        return computed if count() == computed + 1 else -1
+        return args[0]

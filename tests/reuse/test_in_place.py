@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.reuse import in_place
+from patchconv_native.reuse import in_place, spent
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm2d": lambda: nn.BatchNorm2d(24), "BatchNorm2d, plain": lambda: nn.BatchNorm2d(24, affine=False),
@@ -69,6 +69,7 @@ def prepared(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 @pytest.fixture(autouse=True)
 def _any_size_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[in_place.__module__], "_PAYS", 1)
+    monkeypatch.setattr(spent, "_LEAST", 1)
 
 
 def assert_same(result: Tensor, expected: Tensor, exact: Tensor) -> None:
@@ -84,7 +85,7 @@ def assert_same(result: Tensor, expected: Tensor, exact: Tensor) -> None:
     ("name", "dtype", "layout", "batch"),
     [
         (name, DTYPES[i % 4], list(LAYOUTS)[i // 2 % 2], (1, 3)[i % 2]) for i, name in enumerate(LAYERS)
-    ] + [(name, torch.float32, "contiguous", 1) for name in LAYERS],
+    ] + [(name, DTYPES[i % 3 - 1], "contiguous", 1) for i, name in enumerate(LAYERS)],
 )  # fmt: skip
 def test_the_numbers_of_stock_in_the_memory_of_the_input(name: str, dtype: Any, layout: str, batch: int) -> None:
     layer = prepared(LAYERS[name], dtype)
@@ -144,6 +145,17 @@ def test_left_to_stock() -> None:
         with torch.no_grad(), pytest.raises(ours.type) as stock:
             pc.revert(model)(torch.randn(shape))
         assert str(ours.value) == str(stock.value)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_and_parameters_in_float32(name: str, layout: str, dtype: Any) -> None:
+    layer = prepared(LAYERS[name], torch.float32)
+    x = image((2, 24, 128, 192), dtype).contiguous(memory_format=LAYOUTS[layout])
+    model = pc.convert(Then(copy.deepcopy(layer)).eval())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert_same(model(x), layer(x), layer.double()(x.double()))
 
 
 class Net(nn.Module):

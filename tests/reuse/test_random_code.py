@@ -138,8 +138,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(sys.modules[in_place.__module__], "_PAYS", 1)
     monkeypatch.setattr(sys.modules[ForwardInLean.__module__], "in_place", noted("layer", in_place))
     monkeypatch.setattr(functions, "_into", noted("function", functions._into))
-    sums = {function: (sign, noted(sign, into)) for function, (sign, into) in functions._SUMS.items()}
-    monkeypatch.setattr(functions, "_SUMS", sums)
+    sums = {function: (sign, noted(sign, into)) for function, (sign, into) in functions._ARITHMETIC.items()}
+    monkeypatch.setattr(functions, "_ARITHMETIC", sums)
     yield seen
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,11 @@ FRESH = torch.arange(12.0).view(1, 3, 2, 2) - 6
 def _tensors_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spent, "_LEAST", 1)
     monkeypatch.setattr("patchconv_native.reuse.functions._is_served", lambda forward: True)
+
+
+def watcher() -> Any:
+    """The caller's variables, as a tool for debugging keeps them."""
+    return sys._getframe(1).f_locals
 
 
 def made() -> Tensor:
@@ -142,7 +148,7 @@ def of_a_product_with_channels(self: Any, x: Tensor) -> Any:
     y = made()
     place = y.data_ptr()
     gate = x.mean((2, 3), keepdim=True)
-    y = gate * y
+    y = y * gate
     return place, y
 
 
@@ -298,6 +304,14 @@ def read_by_name(self: Any, _: Tensor) -> Any:
     x = made()
     y = self.relu(x)
     return locals()["x"], y
+
+
+@case(HELD)
+def by_somebody_who_keeps_the_variables(self: Any, _: Tensor) -> Any:
+    x = made()
+    self.kept.append(watcher())
+    x = self.relu(x)
+    return self.kept[-1]["x"] if sys.version_info < (3, 13) else FRESH, x
 
 
 @case(HELD)
@@ -505,8 +519,6 @@ def test_hooks_see_the_input() -> None:
 
 
 def test_a_debugger_sees_the_variables() -> None:
-    import sys
-
     model = pc.convert(Code(SPENT["set_again"]).eval())
     sys.settrace(lambda *_: None)
     try:
