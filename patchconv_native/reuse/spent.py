@@ -45,11 +45,10 @@ _WITH_HOOKS = (*(code for code in _INSIDE if code.co_name == "inner"), *_OF_A_MO
 
 def is_large(x: Any) -> bool:
     """Whether x is a tensor on the CPU that is worth the look. (On a GPU, another stream may still read it.)"""
-    if type(x) not in KINDS or x.layout != torch.strided or x.device.type != "cpu":
-        return False
     if type(x) is FakeTensor and x.fake_mode.shape_env is not None:
         return False  # of a compiler
-    return x.nbytes >= _LEAST and x.is_floating_point()
+    plain = type(x) in KINDS and x.layout == torch.strided
+    return plain and x.nbytes >= _LEAST and x.is_floating_point() and x.device.type == "cpu"
 
 
 # Each of the next three looks at the functions above it, up to the caller: it works where it is said to be called.
@@ -116,7 +115,7 @@ def _is_alone(x: Any) -> bool:
         return False  # vmap, or a tangent may go with it
     if x.requires_grad or x.is_inference() != torch.is_inference_mode_enabled() or x._is_zerotensor() or x.is_neg():
         return False
-    if vars(x) or x.grad is not None or (type(x) is Tensor and weakref.getweakrefcount(x)):
+    if x.grad is not None or (type(x) is Tensor and (vars(x) or weakref.getweakrefcount(x))):
         return False
     return _fills_its_memory(x) and _is_of_a_format(x)
 
@@ -125,9 +124,9 @@ def _nobody_watches() -> bool:
     """Whether no mode is active that could see the operators, and no hook for all modules that looks at inputs."""
     modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    return all(
-        type(mode) in (DeviceContext, FakeTensorMode) or getattr(mode, "looks_at_nothing", False) for mode in modes
-    ) and all(getattr(hook, "looks_at_nothing", False) for hook in _global_hooks())
+    known = DeviceContext, FakeTensorMode
+    seen = [mode for mode in modes if not isinstance(mode, known)] + _global_hooks()
+    return all(getattr(one, "looks_at_nothing", False) for one in seen)
 
 
 def looks_at_nothing(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -207,3 +207,15 @@ def test_max_pools_keep_one_byte_an_output(pool: nn.Module, inference: bool, lay
         assert torch.equal(result.nan_to_num(), expected.nan_to_num())
         stock, ours = (allocated_peak(lambda model=model: model(x)) for model in (pool, converted))
     assert stock >= 3 * expected.nbytes > 2 * ours
+
+
+def test_memory_reports_see_it() -> None:
+    torch.manual_seed(0)
+    model = pc.convert(Net().eval())
+    x = torch.randn(1, 3, 320, 320)
+    with torch.no_grad():
+        measured = allocated_peak(lambda: model(x))
+    traced = pc.memory.trace(model, x, train=False)
+    predicted = pc.memory.trace(model, x, train=False, fake=True)
+    assert traced.peak - traced.static == measured
+    assert abs(predicted.peak - predicted.static - measured) <= 0.03 * measured
