@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from .functions import InPlaceFunctions, enter_again, leave, worth_a_look
 from .in_place import in_place
-from .spent import is_large, is_spent
+from .spent import Probe, is_large, is_spent
 
-__all__ = ["InPlaceFunctions", "enter_again", "in_place", "is_large", "is_spent", "leave", "worth_a_look"]
+__all__ = ["InPlaceFunctions", "Probe", "enter_again", "in_place", "is_large", "is_spent", "leave", "worth_a_look"]

@@ -7,7 +7,6 @@ surroundings, shows how many a call itself makes.
 
 from __future__ import annotations
 
-import functools
 import sys
 import sysconfig
 import types
@@ -52,20 +51,20 @@ def is_large(x: Any) -> bool:
 
 
 # Each of the next three looks at the functions above it, up to the caller: it works where it is said to be called.
-def is_spent(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+def is_spent(layer: nn.Module, args: tuple[Any, ...], probe: Any) -> bool:
     """Whether args[0], the one argument of this call of `layer`, is a large tensor that nobody can read afterwards.
 
-    Called by ForwardInLean._without_gradients, which the layer's forward calls.
+    Called by ForwardInLean._without_gradients, which the layer's forward calls. probe: a layer of that class and Probe.
     """
     holders = _holders(args)[0]
-    if isinstance(layer, _Probe):
+    if isinstance(layer, Probe):
         layer.counted = holders
         return False
     if not _is_alone(args[0]) or _has_hooks(layer):
         return False
     caller = _caller(sys._getframe(2).f_back, _WITH_HOOKS if _global_hooks() else _OF_A_MODULE)
     held = holds_in_call(caller, layer, args[0]) if caller is not None else None
-    return held is not None and holders == _made_by_a_layer() + held
+    return held is not None and holders == _made_by_a_layer(probe) + held
 
 
 def is_spent_in(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -165,27 +164,16 @@ def _is_of_a_format(x: Tensor) -> bool:
     return format is not None and x.stride() == torch.empty(x.shape, device="meta", memory_format=format).stride()
 
 
-class _Probe:
+class Probe:
     """A base of the layer at whose call holders are counted."""
 
     counted = 0
 
 
-@functools.cache
-def _probe() -> Any:
-    from ..lean import ForwardInLean
-
-    class Layer(_Probe, ForwardInLean, nn.Identity):
-        _writes_into = nn.Identity
-
-    return Layer().eval()
-
-
-def _made_by_a_layer() -> int:
+def _made_by_a_layer(probe: Any) -> int:
     """How many hold a layer's input that was computed for its call."""
-    layer = _probe()
-    layer(torch.empty(1).expand(_LEAST))
-    return int(layer.counted)
+    probe(torch.empty(1).expand(_LEAST))
+    return int(probe.counted)
 
 
 def _made_by_a_function(function: Callable[..., Any]) -> int:
