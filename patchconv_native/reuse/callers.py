@@ -22,7 +22,8 @@ _LOOKS_AT_LOCALS = frozenset({
 })  # fmt: skip
 """A function that mentions one of these may read a variable by its name."""
 _DOES_NOTHING = frozenset({"PRECALL", "CACHE", "NOP", "RESUME", "EXTENDED_ARG", "KW_NAMES"})
-_CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
+# What calls take from the stack besides arguments: the callee (and what CPython puts beside it), and keywords' names.
+_CALLS = {"CALL": (2, 0), "CALL_KW": (2, 1), "CALL_METHOD": (2, 0), "CALL_FUNCTION": (1, 0), "CALL_FUNCTION_KW": (1, 1)}
 _MAKES_A_VALUE = frozenset({"LOAD_CONST", "LOAD_DEREF"})
 """These put one value on the stack. (BINARY_... take some and put one there.)"""
 _OPCODES = {"BINARY_ADD": "+", "BINARY_SUBTRACT": "-", "BINARY_MULTIPLY": "*", "BINARY_TRUE_DIVIDE": "/"}
@@ -149,8 +150,9 @@ def _seen_at(code: types.CodeType, place: int) -> _Call | _Arithmetic | None:
         )
     if step.opname not in _CALLS or not step.arg:
         return None
-    of_callee = 1 if step.opname == "CALL_FUNCTION" else 2
-    named = [one for one in _stack_before(steps, at, of_callee + step.arg)[:of_callee] if one is not _NULL]
+    of_callee, of_keywords = _CALLS[step.opname]
+    taken = _stack_before(steps, at, of_callee + step.arg + of_keywords)
+    named = [one for one in taken[:of_callee] if one is not _NULL]
     return _Call(named[0]) if len(named) == 1 and isinstance(named[0], _Name) else None
 
 
@@ -201,7 +203,7 @@ def _follow(stack: list[Any], step: dis.Instruction) -> None:
     elif name == "STORE_FAST":
         _pop(stack, 1)
     elif name in _CALLS:
-        _pop(stack, count + (1 if name == "CALL_FUNCTION" else 2))
+        _pop(stack, count + sum(_CALLS[name]))
         stack.append(_COMPUTED)
     elif name in _MAKES_A_VALUE or name.startswith("BINARY_"):
         _pop(stack, 1 - dis.stack_effect(step.opcode, step.arg))
