@@ -173,7 +173,7 @@ def _gains_by_itself(module: nn.Module) -> bool:
     return isinstance(module, kinds) or _has_convolutions(type(module).forward)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _has_convolutions(forward: Callable[..., Any]) -> bool:
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is not None and not _CONVOLUTIONS.isdisjoint(code.co_names)
@@ -282,7 +282,7 @@ class ForwardInLean(nn.Module):
         outer = leave()
         try:
             if self._writes_into is not None:
-                if len(args) == 1 and not kwargs and is_spent(self, args, _probe()):
+                if len(args) == 1 and not kwargs and is_spent(self, args, _probes.layer):
                     result = in_place(self, self._writes_into, args[0])
                     if result is not None:
                         return result
@@ -299,6 +299,11 @@ class _Counted(Probe, ForwardInLean, nn.Identity):
     _writes_into = nn.Identity
 
 
-@functools.cache
-def _probe() -> _Counted:
-    return _Counted().eval()
+class _Probes(threading.local):
+    """A layer for each thread, since what is counted depends on what is active in the thread."""
+
+    def __init__(self) -> None:
+        self.layer = _Counted().eval()
+
+
+_probes = _Probes()

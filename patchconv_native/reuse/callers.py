@@ -71,7 +71,7 @@ def holds_in_call(frame: types.FrameType, callee: Any, argument: Any) -> int | N
     return _held(frame, variables, argument) if is_it else None
 
 
-def holds_in_sum(frame: types.FrameType, sign: str, operand: Any) -> int | None:
+def holds_in_arithmetic(frame: types.FrameType, sign: str, operand: Any) -> int | None:
     """The same for `frame` that is computing `a + b`, say, of which one is the operand and a variable."""
     seen = _seen_in(frame)
     if not isinstance(seen, _Arithmetic) or seen.sign != sign:
@@ -185,7 +185,7 @@ def _pop(stack: list[Any], count: int) -> list[Any]:
 
 
 def _follow(stack: list[Any], step: dis.Instruction) -> None:
-    """What an instruction does to the stack. One that is not known here leaves nothing known."""
+    """What an instruction does to the stack. After one that is not served here nothing is known of the stack."""
     name, count = step.opname, step.arg or 0
     if name in _DOES_NOTHING:
         return

@@ -34,7 +34,7 @@ _NAMES = frozenset(function.__name__ for function in _ALL)
 _EITHER_WAY = frozenset({"+", "*"})
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # not for ever: a forward may be made at run time and hold tensors
 def _is_served(forward: Callable[..., Any]) -> bool:
     """Whether its own code calls one of the functions, or adds."""
     code = getattr(inspect.unwrap(forward), "__code__", None)

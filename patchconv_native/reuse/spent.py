@@ -21,7 +21,7 @@ from torch.nn.modules import module as _hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from .callers import holds_in_call, holds_in_sum
+from .callers import holds_in_arithmetic, holds_in_call
 
 _LEAST = 4 << 20
 """Bytes. Smaller tensors are not worth the look."""
@@ -87,7 +87,7 @@ def spent_operands(sign: str, args: tuple[Any, ...]) -> list[int]:
     found = []
     for place, count in enumerate(holders):
         if caller is not None and _is_alone(args[place]):
-            held = holds_in_sum(caller, sign, args[place])
+            held = holds_in_arithmetic(caller, sign, args[place])
             if held is not None and count == _made_by_operators(sign)[place] + held:
                 found.append(place)
     return found

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.threads import on_threads
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import patchconv_native as pc
+from patchconv_native.lean import ForwardInLean
 from patchconv_native.reuse import spent
 
 
@@ -248,3 +251,10 @@ def test_callables_with_an_odd_equality() -> None:
         return y
 
     assert same(*both(code))
+
+
+def test_each_thread_counts_for_itself() -> None:
+    """What is active in one (a hook of torch.compile, say) changes the count there alone."""
+    probes = sys.modules[ForwardInLean.__module__]._probes
+    (other,) = on_threads(lambda: probes.layer)
+    assert other is not probes.layer and probes.layer is probes.layer
