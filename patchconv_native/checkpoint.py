@@ -7,17 +7,42 @@ the forward pass, and each later one is surrounded by `Rerun`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import stateless
 from torch.utils import checkpoint as stock
 
 from .checkpoint_rerun import Rerun
 from .lean import in_lean, lean
 from .settings import all_settings
+
+
+def _owner(fn: Any) -> nn.Module | None:
+    """The module that fn, or the method fn, is of."""
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _state(owner: nn.Module | None) -> dict[str, Tensor]:
+    if owner is None:
+        return {}
+    return dict(
+        itertools.chain(*(named(remove_duplicate=False) for named in (owner.named_parameters, owner.named_buffers)))
+    )
+
+
+def _as_before(owner: nn.Module | None, state: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Puts these parameters and buffers in their places for a block: functional_call has taken them out by then."""
+    now = _state(owner)
+    gone = {name: one for name, one in state.items() if now.get(name) is not one and one.untyped_storage().nbytes()}
+    return stateless._reparametrize_module(owner, gone) if owner is not None and gone else contextlib.nullcontext()
 
 
 def _with_reruns(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,15 +51,19 @@ def _with_reruns(fn: Callable[..., Any]) -> Callable[..., Any]:
     A compiler sees fn alone. Where it gives up, Python runs the checkpoint as it always does.
     """
     settings: list[Any] | None = None
+    state: dict[str, Tensor] = {}
 
     def run(kwargs: dict[str, Any], *args: Any) -> Any:
-        nonlocal settings
+        nonlocal settings, state
         if torch.compiler.is_compiling():
             return fn(*args, **kwargs)
         if settings is None:
-            settings = all_settings()
-            return fn(*args, **kwargs)
-        with Rerun(settings, getattr(fn, "__self__", None)):
+            settings, before = all_settings(), _state(_owner(fn))
+            result = fn(*args, **kwargs)
+            now = _state(_owner(fn))
+            state = {name: one for name, one in before.items() if now.get(name) is one}  # not what it has replaced
+            return result
+        with _as_before(_owner(fn), state), Rerun(settings, getattr(fn, "__self__", None)):
             return fn(*args, **kwargs)
 
     return run
@@ -45,7 +74,7 @@ def _in_lean(fn: Callable[..., Any]) -> Callable[..., Any]:
         with lean():
             return fn(*args, **kwargs)
 
-    run.__self__ = getattr(fn, "__self__", None)  # type: ignore[attr-defined]
+    run.__self__ = _owner(fn)  # type: ignore[attr-defined]
     return run
 
 
@@ -88,6 +117,9 @@ def checkpoint(
     not a function inside of fn. TorchScript inside of fn needs early_stop=False and
     torch.jit.optimized_execution(False), as with torch's checkpoint.
 
+    If fn is a module or a method of one, its second run has the parameters and buffers of the first, also those of
+    torch.func.functional_call.
+
     Limits. These are updated twice: statistics passed to a TorchScript or compiled function (not module), other state
     that a forward changes (spectral_norm's), and whatever torch's own checkpoint around or inside of fn runs again. The
     second run reads running statistics as the first has left them, so a norm that computes with them in training (batch
@@ -123,6 +155,8 @@ def _sequence(functions: Sequence[Callable[..., Any]]) -> Callable[[Any], Any]:
             input = function(input)
         return input
 
+    owners = map(_owner, functions)
+    run.__self__ = nn.ModuleList([one for one in owners if one is not None])  # type: ignore[attr-defined]
     return run
 
 

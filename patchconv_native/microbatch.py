@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import stateless
 
@@ -272,6 +271,18 @@ class _Passes:
         return [whole, *(None if t is None else t.to(p.dtype) for t, p in zip(totals, parameters, strict=True))]
 
 
+def _once(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """These gradients, of which nothing can be differentiated. (once_differentiable lets that pass, with gradients that
+    lack a part, where the gradient that comes in has no history.)
+    """
+    some = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    refused = torch._C._functions.DelayedError(
+        "microbatch: expected no second derivatives (create_graph=True)", len(some)
+    )
+    marked = iter(refused(*some))
+    return [None if grad is None else next(marked) for grad in grads]
+
+
 class _Microbatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: _Passes, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -281,10 +292,12 @@ class _Microbatch(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *parameters = ctx.saved_tensors
-        return None, *ctx.passes.backward(x, parameters, grad, ctx.needs_input_grad[1:])
+        twice = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = ctx.passes.backward(x, parameters, grad, ctx.needs_input_grad[1:])
+        return None, *(_once(found) if twice else found)
 
 
 def check_chunks(owner: str, chunks: Any) -> None:

@@ -50,45 +50,51 @@ class AxisTiles:
         self, graph: Graph, kinds: Kinds, sweep: Sweep, width: Fraction, reach: Callable[[int], Reach]
     ) -> None:
         self._graph, self._kinds, self._width = graph, kinds, width
+        self._shares: dict[tuple[int, int], Ranges] = {}
         self.count = math.ceil(1 / width)
         self.made: list[Ranges] = [[] for _ in sweep.steps]
         """Of each step, what is computed of its result."""
-        self.reads: list[dict[int, Ranges]] = [{v: [] for v in step.reads} for step in sweep.steps]
+        self.reads: list[dict[int, Ranges]] = [{} for _ in sweep.steps]
         tables = [reach(step.call) for step in sweep.steps]
         self.sizes = [table.size for table in tables]
         """Of each step's result."""
-        for part in range(self.count):
-            self._find(sweep, tables, part)
+        self._find(sweep, tables)
 
     def size(self, v: int) -> int:
         return self._graph.fakes[v].size(self._kinds.dims[v])
 
     def shares(self, size: int, cell: int = 1) -> Ranges:
         """The parts of `size`: disjoint, of whole cells, and at the same places of the image for all sizes."""
-        cuts = [math.floor(size * part * self._width) // cell * cell for part in range(self.count)]
-        return list(itertools.pairwise([*cuts, size]))
+        if (size, cell) not in self._shares:
+            of_all, parts = size * self._width.numerator, self._width.denominator
+            cuts = [of_all * part // parts // cell * cell for part in range(self.count)]
+            self._shares[size, cell] = list(itertools.pairwise([*cuts, size]))
+        return self._shares[size, cell]
 
-    def _find(self, sweep: Sweep, tables: list[Reach], part: int) -> None:
-        """What each step computes and reads for one part, from the last step to the first."""
-        needed: dict[int, Range] = {}
+    def _find(self, sweep: Sweep, tables: list[Reach]) -> None:
+        """What each step computes and reads, from the last step to the first."""
+        needed: dict[int, Ranges] = {}
         for place in reversed(range(len(sweep.steps))):
             step, table = sweep.steps[place], tables[place]
-            made = self._result(sweep, step, table, part, needed)
-            self.made[place].append(made)
+            made = self.made[place] = self._results(sweep, step, table, needed)
             for v in step.reads:
-                reads = table.reads(v, made) if made[0] < made[1] else (0, 0)
-                self.reads[place][v].append(reads)
-                needed[v] = _hull([needed.get(v, (0, 0)), reads])
+                reads = self.reads[place][v] = table.reads_of_strips(v, made)
+                needed[v] = list(map(_hull, needed[v], reads)) if v in needed else reads
 
-    def _result(self, sweep: Sweep, step: Step, table: Reach, part: int, needed: dict[int, Range]) -> Range:
+    def _results(self, sweep: Sweep, step: Step, table: Reach, needed: dict[int, Ranges]) -> Ranges:
+        nothing = [(0, 0)] * self.count
         if step.asks:
-            return _hull([self.shares(table.size, table.cell)[part]])
+            return list(map(_hull, nothing, self.shares(table.size, table.cell)))
         outputs = [v for v in self._graph.calls[step.call].outputs if v in self._kinds.dims]
-        own = [self.shares(self.size(v))[part] for v in outputs if v in sweep.results | sweep.stores]
-        low, high = _hull([*own, *(needed[v] for v in outputs if v in needed)])
-        return low // table.cell * table.cell, min(-(-high // table.cell) * table.cell, table.size)
+        own = [self.shares(self.size(v)) for v in outputs if v in sweep.results | sweep.stores]
+        found = nothing
+        for ranges in (*own, *(needed[v] for v in outputs if v in needed)):
+            found = list(map(_hull, found, ranges))
+        cell, size = table.cell, table.size
+        return [(low // cell * cell, min(-(-high // cell) * cell, size)) for low, high in found]
 
 
-def _hull(ranges: Sequence[Range]) -> Range:
-    some = [(a, b) for a, b in ranges if a < b]
-    return (min(a for a, _ in some), max(b for _, b in some)) if some else (0, 0)
+def _hull(a: Range, b: Range) -> Range:
+    if a[0] >= a[1]:
+        return b if b[0] < b[1] else (0, 0)
+    return (min(a[0], b[0]), max(a[1], b[1])) if b[0] < b[1] else a

@@ -150,21 +150,24 @@ class Graded(Bands):
 
     def _largest(self, route: Route, number: int, left: int) -> int:
         """The place of the largest tiles that about take this many bytes; the number of all, where none do."""
-        if self._of_sweep(route, number, self._shares[-1], rough=True) > left:  # most often it is so
+        least = self._of_sweep(route, number, self._shares[-1], rough=True)
+        if least > left:  # most often it is so
             return len(self._shares)
         sweep = leading_to(self._graph, self.kinds, route.stored, number, route.stored, set())
         values = [v for step in sweep.steps for v in self._graph.calls[step.call].outputs if v in self.kinds.dims]
         largest = max((bytes_of(self._graph, v) for v in (*values, *sweep.sources)), default=0)
         parts = [math.prod(shares) for shares in self._shares]
-        first = next((k for k, part in enumerate(parts) if largest * part <= tile_bytes(self._graph)), len(parts) - 1)
-        guess: float = 3 * sum(bytes_of(self._graph, v) for v in values)
-        place = first
-        while True:  # what a tile takes is about in proportion to its part of the image
-            place = max(place, next((k for k, part in enumerate(parts) if guess * part <= left), len(parts) - 1))
+        place = next((k for k, part in enumerate(parts) if largest * part <= tile_bytes(self._graph)), len(parts) - 1)
+        last = len(parts) - 1
+        slope: float = sum(bytes_of(self._graph, v) for v in values)
+        while place < last:  # above the smallest, what a tile takes is about in proportion to its part of the image
+            more = (k for k in range(place, last) if least + slope * float(parts[k] - parts[last]) <= left)
+            place = next(more, last)
             taken = self._of_sweep(route, number, self._shares[place], rough=True)
             if taken <= left:
                 return place
-            guess, place = float(taken / parts[place]), place + 1
+            slope, place = (taken - least) / float(parts[place] - parts[last]), place + 1
+        return last
 
     def _taken(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
         """With the tiles at the border, which may take more, unless rough."""

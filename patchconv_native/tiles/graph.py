@@ -97,6 +97,8 @@ class Call:
 
     def with_constants(self, swaps: dict[int, Tensor]) -> Call:
         """The same call with other constants, by the ids of its own."""
+        if swaps.keys().isdisjoint(map(id, self.constants)):
+            return self
         args, kwargs = tree_map_only(Tensor, lambda one: swaps.get(id(one), one), (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs, in_place=None)
 

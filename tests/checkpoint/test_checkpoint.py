@@ -394,6 +394,34 @@ def test_double_backward():
     assert len(alike(body)) > 8
 
 
+class Around(nn.Module):
+    def __init__(self, call: Callable[[nn.Sequential, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = network(), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.inner, x)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("way", ["whole", "sequential", "each", "forward of each", "no early stop", "lean"])
+def test_functional_call(way: str, train: bool):
+    """The second run has the parameters and buffers that functional_call had put in, and has taken out by then."""
+
+    def found(call: Callable[[nn.Sequential, Tensor], Tensor]) -> list[Tensor]:
+        model, x = Around(call).train(train), image()
+        own = [t.clone() for t in model.state_dict().values()]
+        given = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        buffers = {name: b + 1 for name, b in model.named_buffers()}
+        y = torch.func.functional_call(model, (given, buffers), x)
+        y.square().sum().backward()
+        assert equal(own, [*model.state_dict().values()]) and all(p.grad is None for p in model.parameters())
+        return [y.detach(), x.grad, *(p.grad for p in given.values()), *buffers.values()]
+
+    ways = WAYS | {"lean": pc.lean()(pc.checkpoint)}
+    assert equal(found(ways[way]), found(pc.lean()(plainly) if way == "lean" else plainly))
+
+
 def test_less_is_kept():
     """A checkpoint keeps the input alone."""
     with Hooked() as hooked:
