@@ -22,6 +22,7 @@ from .watch import writes_first
 
 DETACHES = {"detach", "detach_", "data"}
 """Functions whose results have no history."""
+GRADIENTS_IN_TILES = "what is inside of the module has its gradients tile by tile, never whole"
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
 
@@ -132,6 +133,8 @@ class Graph:
     """
     casts: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)
     """Of these casts the bytes, by the ids of the parameters and the dtypes."""
+    hooked: list[str] = field(default_factory=list)
+    """The modules that were called and have backward hooks."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     drew: bool = False

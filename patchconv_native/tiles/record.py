@@ -29,7 +29,7 @@ from ..spatial.shapes import set_item
 from . import own_backward
 from .draws import DRAW, DRAW_INTO, Draws, draw
 from .filled import OfImages, number_of, value_like
-from .graph import Call, Graph, Ref, autocast_of, kept_casts
+from .graph import GRADIENTS_IN_TILES, Call, Graph, Ref, autocast_of, kept_casts
 from .named import Elsewhere, check_iterators, functions_of
 from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
@@ -45,6 +45,7 @@ _CASTS = {_tensor.to, _tensor.type_as}
 _OF_NUMBERS = {"narrow", "pad", "new_full", "full_like"}
 """They want numbers, and take tensors of one number for such."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
+_HOOKS = {_tensor.register_hook, _tensor.register_post_accumulate_grad_hook}
 
 
 class Recorder:
@@ -123,6 +124,8 @@ class Recorder:
             return self.call(_tensor.copy_, (args[0], drawn), {}) if function in DRAW_INTO else drawn
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
+        if function in _HOOKS and self.gradients:
+            raise self.refuse(name, GRADIENTS_IN_TILES)
         if name in _OF_NUMBERS and any(map(_is_number, tree_leaves(asked))):  # before torch 2.14 of narrow a fake one
             asked = tree_map_only(Tensor, _number, asked)
             args, kwargs = in_form(function, *asked)
@@ -263,6 +266,8 @@ class Recorder:
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == own:  # hooks are those of all threads
                 self._inside.append(self._names.get(id(module), type(module).__name__))
+                if module._backward_hooks or module._backward_pre_hooks:
+                    self.graph.hooked.append(self._inside[-1] or type(module).__name__)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             if threading.get_ident() == own:

@@ -27,7 +27,7 @@ from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
 from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
-from .graph import Graph, Ref, refs
+from .graph import GRADIENTS_IN_TILES, Graph, Ref, refs
 from .journal import Journal
 from .kinds import kinds_of
 from .outside import Outside
@@ -218,6 +218,8 @@ def record_call(
         keep_onednn(graph)
         prepare_for_rows(graph, arguments.dims)
         find_needs(graph, arguments.parts())
+        for where in graph.hooked if graph.needs else ():
+            raise NotServed(f"tile: backward hooks (in {where}) are not served: {GRADIENTS_IN_TILES}")
     return graph
 
 

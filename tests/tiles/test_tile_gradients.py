@@ -338,3 +338,28 @@ def test_the_backward_pass_has_the_settings_of_the_forward_pass() -> None:
         return max(one["count"] for one in paths)
 
     assert tiles_of_backward(pc.workspace_limit(4096)) > tiles_of_backward()
+
+
+@pytest.mark.parametrize("kind", ["backward", "before backward", "of a tensor"])
+@pytest.mark.parametrize("whose", ["inner", "own"])
+def test_backward_hooks_inside_are_refused(kind: str, whose: str) -> None:
+    """They would see gradients of tiles, and what they return would be lost."""
+    module: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)).double()
+    place = module[0] if whose == "inner" else module
+    seen: list[Any] = []
+    if kind == "backward":
+        place.register_full_backward_hook(lambda m, given, grads: seen.append(grads))
+    elif kind == "before backward":
+        place.register_full_backward_pre_hook(lambda m, grads: seen.append(grads))
+    else:
+        place.register_forward_hook(lambda m, given, y: y.register_hook(seen.append) and None)
+    x = torch.randn(1, 3, 40, 40, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(pc.NotServed, match=r"hook.* not served: what is inside of the module has its gradients"):
+        pc.tile(module, x, tile=8)
+    if kind != "of a tensor":  # torch's own error then
+        with torch.no_grad():
+            assert torch.allclose(pc.tile(module, x, tile=8), module(x))
+    if whose == "own" and kind != "of a tensor":
+        pc.tile_modules(module, "", "256KiB")
+        module(x).sum().backward()
+        assert len(seen) == 1  # outside of what is tiled
