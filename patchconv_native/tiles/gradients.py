@@ -22,7 +22,7 @@ from ..spatial import NotServed
 from ..spatial.norms import TRACKING
 from .backward import Backward
 from .calls import Progress, computed
-from .graph import DETACHES, Graph, is_differentiable
+from .graph import DETACHES, Graph
 from .plan import TilePlan
 from .rows import Rows
 from .run import Run
@@ -42,18 +42,14 @@ def find_needs(graph: Graph, images: Sequence[Any]) -> None:
     """Finds `graph.needs`, of a graph that was recorded with gradients on."""
     if not torch.is_grad_enabled():
         return
-    asked = any(isinstance(image, Tensor) and image.requires_grad for image in images)
-    needs = {
-        v for v, image in zip(graph.inputs, images, strict=True) if isinstance(image, Tensor) and image.requires_grad
-    }
+    needs = {v for v, image in zip(graph.inputs, images, strict=True) if getattr(image, "requires_grad", False)}
+    asked = bool(needs)
     for call in graph.calls:
-        own = any(constant.requires_grad for constant in call.constants)
-        asked = asked or own
+        asked = asked or any(constant.requires_grad for constant in call.constants)
         if call.writes and not call.history and call.inputs[0] in needs:
             why = "it writes without gradients into a tensor that has some"
             raise NotServed(f"tile: {call.where} is not served: {why}")
-        if call.history and call.name not in DETACHES and (own or not needs.isdisjoint(call.inputs)):
-            needs.update(v for v in call.outputs if is_differentiable(graph.fakes[v]))
+        needs |= graph.needing(call, needs)
     graph.needs = needs if asked else set()
 
 

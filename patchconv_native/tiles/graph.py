@@ -22,7 +22,6 @@ from .watch import writes_first
 
 DETACHES = {"detach", "detach_", "data"}
 """Functions whose results have no history."""
-GRADIENTS_IN_TILES = "what is inside of the module has its gradients tile by tile, never whole"
 Autocast = tuple[str, torch.dtype, bool, bool]
 """The state of autocast: device, dtype, whether it is on, and whether it keeps its casts."""
 
@@ -157,6 +156,14 @@ class Graph:
     def device(self) -> torch.device:
         """Where it is computed."""
         return self.fakes[self.inputs[0]].device
+
+    def needing(self, call: Call, needs: set[int]) -> set[int]:
+        """The values that a call gives and whose gradients are needed, if those of `needs` are."""
+        if not call.history or call.name in DETACHES:
+            return set()
+        if needs.isdisjoint(call.inputs) and not any(constant.requires_grad for constant in call.constants):
+            return set()
+        return {v for v in call.outputs if is_differentiable(self.fakes[v])}
 
     @functools.cached_property
     def storages(self) -> dict[int, Any]:

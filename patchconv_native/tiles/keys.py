@@ -63,8 +63,7 @@ class _Key:
         self.parts.append(arguments.shared)
         pairs = itertools.combinations(arguments.images, 2)
         self.parts.append(tuple([share_memory(one, other) for one, other in pairs]))  # the module may write into one
-        if torch.is_grad_enabled():
-            self.parts.append(tuple([t.requires_grad for t in (*arguments.parts(), *module.parameters())]))
+        self.parts.append(tuple([getattr(part, "requires_grad", False) for part in arguments.parts()]))
         for leaf in tree_leaves(arguments._given):
             if not isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -120,7 +119,8 @@ class _Key:
     def _add_tensor(self, value: Tensor) -> None:
         try:
             version = 0 if value.is_inference() else value._version
-            self.parts += (Tensor, id(value), value.data_ptr(), version, value.dtype, value.shape, value.stride())
+            place = id(value), value.data_ptr(), version
+            self.parts += (Tensor, *place, value.dtype, value.shape, value.stride(), value.requires_grad)
         except RuntimeError as error:  # it has no memory of its own
             raise _Unknown from error
         self.things.append(value)

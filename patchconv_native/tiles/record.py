@@ -29,7 +29,8 @@ from ..spatial.shapes import set_item
 from . import own_backward
 from .draws import DRAW, DRAW_INTO, Draws, draw
 from .filled import OfImages, number_of, value_like
-from .graph import GRADIENTS_IN_TILES, Call, Graph, Ref, autocast_of, kept_casts
+from .graph import Call, Graph, Ref, autocast_of, kept_casts
+from .history import IN_TILES, QUESTIONS, USES, History
 from .named import Elsewhere, check_iterators, functions_of
 from .recorded import Recorded
 from .state import Held, modules_of, objects, owners_of
@@ -37,15 +38,11 @@ from .views import Views, overlaps
 from .watch import ON_PIXELS, Watch, names_torchscript, storage_of, without_tracebacks, writes_first
 
 _tensor: Any = Tensor
-_ANSWERS = {
-    _tensor.requires_grad.__get__: False, _tensor.grad_fn.__get__: None, _tensor.is_leaf.__get__: True,
-}  # fmt: skip
 _CASTS = {_tensor.to, _tensor.type_as}
 """Of their second argument, they read the dtype and the device alone."""
 _OF_NUMBERS = {"narrow", "pad", "new_full", "full_like"}
 """They want numbers, and take tensors of one number for such."""
 _ASSIGNS = {_tensor.data.__set__, _tensor.set_, _tensor.resize_}
-_HOOKS = {_tensor.register_hook, _tensor.register_post_accumulate_grad_hook}
 
 
 class Recorder:
@@ -53,6 +50,7 @@ class Recorder:
 
     def __init__(self, names: dict[int, str], gradients: bool, watch: Watch) -> None:
         self.graph, self.gradients = Graph(), gradients
+        self.history = History(self.graph)
         self._names, self._watch = names, watch
         watch.before_read, watch.before_write = self._before_read, self._before_write
         self._readers: dict[int | None, list[Call]] = {}
@@ -109,8 +107,11 @@ class Recorder:
         asked = args, kwargs
         args, kwargs = in_form(function, args, kwargs)
         self.check_there(name, (args, kwargs))
-        if function in _ANSWERS:
-            return _ANSWERS[function]
+        if function in QUESTIONS:
+            answer = self.history.answer(function, args[0]._index)
+            if answer is NotImplemented:
+                raise self.refuse(name, "there is no graph of autograd while the module is recorded")
+            return answer
         if name in ON_PIXELS:
             what = "what the module does next would depend on the values of pixels, as in `if x.mean() > 0`"
             raise self.refuse(name, what)
@@ -124,8 +125,10 @@ class Recorder:
             return self.call(_tensor.copy_, (args[0], drawn), {}) if function in DRAW_INTO else drawn
         if function in _ASSIGNS or kwargs.get("out") is not None:
             raise self.refuse(name, "it writes into a part of a tensor, or into one that is given")
-        if function in _HOOKS and self.gradients:
-            raise self.refuse(name, GRADIENTS_IN_TILES)
+        if function in USES and any(
+            isinstance(one, Recorded) and self.history.needs(one._index) for one in tree_leaves((args, kwargs))
+        ):
+            raise self.refuse(name, IN_TILES)
         if name in _OF_NUMBERS and any(map(_is_number, tree_leaves(asked))):  # before torch 2.14 of narrow a fake one
             asked = tree_map_only(Tensor, _number, asked)
             args, kwargs = in_form(function, *asked)
@@ -310,10 +313,12 @@ def _check_taken_apart(found: Any) -> None:
 
 def record(
     module: Callable[..., Any], images: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]],
-    device: torch.device, call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
+    asked: Sequence[bool], device: torch.device,
+    call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
     others: Sequence[Any] = (), keep_changes: bool = False,
 ) -> Graph:  # fmt: skip
     """The graph of call(values), with a value for each image: its shape, dtype and strides. module: what is called.
+    asked: whether images require gradients.
 
     call returns what the module does, and what it has changed of lists and mappings. others: further objects that it
     gets. keep_changes: what the module writes into its buffers while it runs (batch norm counts its calls) stays; else
@@ -324,14 +329,15 @@ def record(
     of_images: set[int] = set()
     while True:
         try:
-            return _record(module, images, device, call, others, keep_changes, of_images)
+            return _record(module, images, asked, device, call, others, keep_changes, of_images)
         except OfImages as found:
             of_images.add(found.number)
 
 
 def _record(
     module: Callable[..., Any], images: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]],
-    device: torch.device, call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
+    asked: Sequence[bool], device: torch.device,
+    call: Callable[[Sequence[Recorded]], tuple[Any, dict[int, dict[Any, Any]]]],
     others: Sequence[Any], keep_changes: bool, of_images: set[int],
 ) -> Graph:  # fmt: skip
     """of_images: the numbers of calls of FACTORIES whose results are values."""
@@ -361,6 +367,7 @@ def _record(
             fake = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         made.append(recorder.value(cast(FakeTensor, fake)))
         graph.inputs.append(made[-1]._index)
+    recorder.history.ask(asked)
     recorder.fill(of_images, made[0])
     try:
         with (
@@ -388,7 +395,8 @@ def _record(
     graph.made += sum(graph.casts.values())
     drew = watch.drew or draws.moved()
     graph.drew = drew or any(call.function is draw_seed for call in graph.calls)
-    graph.repeatable = not (watch.changed() or drew or elsewhere.changed() or graph.kept)
+    once = any(one.grad_fn is not None for call in graph.calls for one in call.constants)  # a graph to go back through
+    graph.repeatable = not (watch.changed() or drew or elsewhere.changed() or graph.kept or once)
     graph.made += watch.held() * (not graph.repeatable)
     del found, changes
     made.clear()

@@ -27,7 +27,8 @@ from .draws import default_sources
 from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
 from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
-from .graph import GRADIENTS_IN_TILES, Graph, Ref, refs
+from .graph import Graph, Ref, refs
+from .history import IN_TILES
 from .journal import Journal
 from .kinds import kinds_of
 from .outside import Outside
@@ -202,9 +203,10 @@ def record_call(
             raise ValueError(f"{owner}: expected parameters and buffers with memory, got {name} on meta: {advice}")
     device = _device_of(module, arguments.images[0])
     sources = [Source(owner, image, device) for image in arguments.images]
+    asked = [getattr(part, "requires_grad", False) for part in arguments.parts()]
     with _RECORDING:
         graph = record(
-            module, [(source.shape, source.dtype, source.strides) for source in sources], device,
+            module, [(source.shape, source.dtype, source.strides) for source in sources], asked, device,
             lambda values: arguments.record(forward, values), arguments.objects(), keep_changes,
         )  # fmt: skip
     with graph.undone_on_error():
@@ -219,7 +221,7 @@ def record_call(
         prepare_for_rows(graph, arguments.dims)
         find_needs(graph, arguments.parts())
         for where in graph.hooked if graph.needs else ():
-            raise NotServed(f"tile: backward hooks (in {where}) are not served: {GRADIENTS_IN_TILES}")
+            raise NotServed(f"tile: backward hooks (in {where}) are not served: {IN_TILES}")
     return graph
 
 

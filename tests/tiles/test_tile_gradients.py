@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.pairs import FULL
 from support.spatial_chains import structured
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
 
 import patchconv_native as pc
@@ -363,3 +364,79 @@ def test_backward_hooks_inside_are_refused(kind: str, whose: str) -> None:
         pc.tile_modules(module, "", "256KiB")
         module(x).sum().backward()
         assert len(seen) == 1  # outside of what is tiled
+
+
+class Asking(nn.Module):
+    """Does another thing if an answer about gradients is other than one call's."""
+
+    def __init__(self, question: Callable[[nn.Module, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.last, self.question = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), question
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(self.first(x))
+        return self.last(y if self.question(self, x, y) else y * 3 + 1)
+
+
+ASKED: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
+    "mode": lambda m, x, y: torch.is_grad_enabled(),
+    "image": lambda m, x, y: x.requires_grad,
+    "value": lambda m, x, y: y.requires_grad,
+    "weight": lambda m, x, y: m.first.weight.requires_grad,
+    "leaf": lambda m, x, y: y.is_leaf,
+    "leaf image": lambda m, x, y: x.is_leaf,
+    "detached": lambda m, x, y: y.detach().requires_grad or y.detach().is_leaf,
+    "of integers": lambda m, x, y: y.argmax(1).requires_grad,
+    "node": lambda m, x, y: y.detach().grad_fn is None,
+    "without": lambda m, x, y: torch.no_grad()(torch.relu)(y).requires_grad,
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("graded", ["both", "image", "weights", "neither", "no_grad"])
+def test_questions_about_gradients_have_the_answers_of_one_call(asked: str, graded: str) -> None:
+    torch.manual_seed(0)
+    module = Asking(ASKED[asked]).double().requires_grad_(graded in ("both", "weights", "no_grad"))
+    image = torch.randn(1, 3, 40, 40, dtype=torch.float64)
+    tiled = pc.tile_modules(copy.deepcopy(module), "", "176KiB")
+    with torch.set_grad_enabled(graded != "no_grad"):
+        for _ in range(2):  # a plan that is kept, and one for other answers
+            found = []
+            for one in (module, tiled):
+                x = image.clone().requires_grad_(graded in ("both", "image"))
+                y = one(x)
+                if y.requires_grad:
+                    y.square().sum().backward()
+                found.append([y.detach(), x.grad, *(p.grad for p in one.parameters())])
+            for expected, got in zip(*found, strict=True):
+                assert (got is None) == (expected is None)
+                assert got is None or torch.allclose(got, expected, rtol=1e-9, atol=1e-12)
+            for p in (*module.parameters(), *tiled.parameters()):
+                p.requires_grad_(not p.requires_grad).grad = None
+
+
+def test_uses_of_gradients_inside_are_refused() -> None:
+    x = torch.randn(1, 3, 40, 40, requires_grad=True)
+    for use in (
+        lambda x: torch.autograd.grad(torch.relu(x).sum(), x)[0],
+        lambda x: torch.relu(x * torch.relu(x).grad_fn(x)),
+    ):
+        with pytest.raises(pc.NotServed, match=r"(grad|grad_fn) is not served"):
+            pc.tile(use, x, tile=8)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm])
+def test_made_weights_in_steps_without_an_update(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Each step goes back through the making of the weights."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), norm(nn.Conv2d(8, 8, 3)), nn.Softplus(), nn.Conv2d(8, 2, 3)).double()
+
+    module, tiled = made(), pc.tile_modules(made(), "", "350KiB")
+    for _ in range(3):
+        x = torch.randn(1, 3, 40, 40, dtype=torch.float64)
+        for one in (module, tiled):
+            one(x).square().sum().backward()
+    for p, q in zip(module.parameters(), tiled.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-12)
