@@ -23,6 +23,7 @@ from .modules import CONVERTED, Split, Splits, checked_splits
 from .wrap import (
     Wrapped,
     add_kind,
+    keeps_its_class,
     on_base,
     reduced_as,
     refuse_derived,
@@ -124,7 +125,7 @@ def _reason_to_leave(module: nn.Module, stock: type[nn.Module]) -> str | None:
     weight = weight_of(module)
     if isinstance(weight, torch.Tensor) and weight.dtype not in _DTYPES:
         return f"dtype {weight.dtype} is not served"
-    return None
+    return keeps_its_class(cls)
 
 
 def _named(owner: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -240,6 +241,8 @@ def _reason_to_leave_code(module: nn.Module) -> str | None:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is not None and "super" in code.co_names and not {"type", "__class__"}.isdisjoint(code.co_names):
         return f"its forward has super() look at the module's own class: {use}"
+    if reason := keeps_its_class(type(module)):
+        return f"{reason}: {use}"
     try:
         wrapped_class(type(module), [LeanCode])
     except Exception as error:  # of a metaclass

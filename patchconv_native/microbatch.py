@@ -26,6 +26,7 @@ from . import _library
 from .lean import in_lean, lean
 from .microbatch_norm import HALF, Call, Norm, Watch, norms_in_training
 from .settings import all_settings, settings_set
+from .tiles.recorded import Recorded
 from .wrap import forwards
 
 
@@ -310,7 +311,7 @@ def check_chunks(owner: str, chunks: Any) -> None:
 def microbatch_call(owner: str, module: nn.Module, run: Callable[[Tensor], Any], x: Any, chunks: int) -> Any:
     """run(x) in chunks; run is the module's forward or calls it."""
     transformed = torch._C._functorch.maybe_current_level() is not None
-    if torch.compiler.is_compiling() or _here.busy or transformed:
+    if torch.compiler.is_compiling() or _here.busy or transformed or isinstance(x, Recorded):
         return run(x)
     if type(x) not in _library.PLAIN or x.dim() == 0:
         got = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) and x.dim() == 0 else type(x).__name__
@@ -338,7 +339,7 @@ def microbatch(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
     the input. Without such norms it is run once, and once again in backward, as by a checkpoint.
 
     Dropout draws other masks than in module(x) with the same seed. Hooks of modules inside run once a chunk and pass.
-    Inside torch.compile and transforms of torch.func, and inside of another microbatch, this is module(x).
+    Inside torch.compile and transforms of torch.func, of another microbatch and of `tile`, this is module(x).
 
     ValueError unless 1 <= chunks <= N, and for a batch norm with one value a channel. TypeError for another type of
     module, x or output, and, in training, for SyncBatchNorm, functional batch norms, and instance norms with running

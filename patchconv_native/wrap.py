@@ -93,6 +93,19 @@ def set_class(module: Any, cls: Any) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
+def keeps_its_class(cls: type) -> str | None:
+    """Why Python gives a module of this class no other one, or None. Its attributes must be in a place that the class
+    has from nn.Module, or that a class without any base has.
+    """
+    bases = [cls]
+    while bases[-1].__base__ not in (object, None):
+        bases.append(bases[-1].__base__)  # type: ignore[arg-type]
+    first = next(base for base in reversed(bases) if "__dict__" in vars(base))
+    if first is bases[-1]:
+        return None
+    return f"Python cannot change the class of a {cls.__name__}: it has {bases[-1].__name__} before torch.nn.Module"
+
+
 def on_base(cls: type, change: Callable[[type], type]) -> type:
     """change(cls). Of a class that torch.nn.utils.parametrize made: the same over the changed base."""
     if not (cls.__module__ == parametrize.__name__ and len(cls.__bases__) == 1):
@@ -286,7 +299,7 @@ def reason_against(module: nn.Module, verb: str) -> str | None:
         return f"this {name} was given a forward of its own"
     if type(module).forward is nn.Module.forward:
         return f"{name} has no forward"
-    return None
+    return keeps_its_class(type(module))
 
 
 def wrap_modules(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import copy
 import itertools
 import pickle
+import types
+import typing
+import warnings
 from typing import Any
 
 import pytest
@@ -14,8 +19,9 @@ from support.ranks import needs_gloo, run
 from torch import Tensor, nn
 
 import patchconv_native as pc
+from patchconv_native.convert import LeanCode
 from patchconv_native.planner import Strategy
-from patchconv_native.wrap import parts
+from patchconv_native.wrap import keeps_its_class, parts, set_class, wrapped_class
 
 
 class Attention(nn.Module):
@@ -200,3 +206,66 @@ def test_hooks_of_subclasses_hear_of_derived_classes_alone() -> None:
     assert heard == [Net] and names(model) == ["LeanCode", "_Checkpointed"]
     Derived = type("Derived", (type(model),), {})
     assert heard == [Net, Derived]
+
+
+class Slots:
+    __slots__ = ()
+
+
+class Mixin:
+    def forward(self, x: Any) -> Any:
+        return torch.relu(self.c(x))  # type: ignore[attr-defined]
+
+
+BEFORE: list[tuple[Any, ...]] = [
+    (Mixin, nn.Module), (Mixin, abc.ABC, nn.Module), (abc.ABC, Mixin, nn.Module), (Slots, Mixin, nn.Module),
+    (Mixin, Slots, nn.Module), (Mixin, typing.Generic[typing.TypeVar("T")], nn.Module), (Mixin, nn.Module, abc.ABC),
+    (type("Inner", (abc.ABC, Mixin), {}), nn.Module), (Slots, type("Inner", (Mixin, nn.Module), {})),
+    (type("Inner", (Slots, Mixin, nn.Module), {}), abc.ABC),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bases", BEFORE, ids=str)
+def test_classes_that_python_lets_nobody_change(bases: tuple[Any, ...]) -> None:
+    """They are left alone, or refused with nothing changed."""
+    cls = types.new_class("Odd", bases)
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        odd: Any = cls()
+        odd.c = nn.Conv2d(3, 3, 1)
+        return nn.Sequential(nn.Conv2d(3, 3, 1), odd, nn.ReLU())
+
+    kind = wrapped_class(cls, [LeanCode])
+    one: Any = cls()
+    with contextlib.suppress(TypeError):
+        set_class(one, kind)
+    fixed = type(one) is cls
+    assert (keeps_its_class(cls) is not None) == fixed
+
+    model, x = made(), torch.randn(1, 3, 8, 8)
+    expected = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pc.convert(model)
+    left = pc.convert_report(model).left
+    assert ("Python cannot change the class of a Odd" in left.get("1", "")) == fixed
+    assert torch.allclose(model(x), expected)
+    model = made()
+    for call in (pc.checkpoint_modules, pc.tile_modules, lambda m, which: pc.microbatch_modules(m, which, 2)):
+        if fixed:
+            with pytest.raises(
+                TypeError, match="'1': Python cannot change the class of a Odd: it has "
+            ):
+                call(model, ("0", "1"))
+            assert type(model[0]) is nn.Conv2d and type(model[1]) is cls
+        else:
+            call(model, ("0", "1"))
+    assert torch.allclose(model(x), expected)
+
+
+def test_a_layer_that_python_lets_nobody_change_is_left_alone() -> None:
+    model = nn.Sequential(types.new_class("Odd", (abc.ABC, nn.Conv2d))(3, 3, 1), nn.ReLU())
+    with pytest.warns(UserWarning, match="Python cannot change the class of a Odd"):
+        pc.convert(model)
+    assert type(model[0]).__name__ == "Odd" and isinstance(model[1], pc.ReLU)
