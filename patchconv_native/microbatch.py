@@ -10,7 +10,6 @@ their order.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +23,8 @@ from torch.nn.utils import stateless
 
 from . import _library
 from .lean import in_lean, lean
-from .microbatch_norm import HALF, Call, Norm, Watch, norms_in_training
+from .microbatch_norm import HALF, Call, Norm, Watch, forward_of, norms_in_training
+from .microbatch_state import LeftBehind
 from .settings import all_settings, settings_set
 from .tiles.recorded import Recorded
 from .wrap import forwards
@@ -113,7 +113,7 @@ class _Passes:
         state = {name: parameters[i] for name, i in self.names.items()}
         before, _here.busy = _here.busy, True
         try:
-            replaced: dict[nn.Module, Any] = {norm: functools.partial(self._norm, norm) for norm in self.norms}
+            replaced: dict[nn.Module, Any] = {norm: forward_of(norm, self._norm) for norm in self.norms}
             with stateless._reparametrize_module(self.module, state), forwards(replaced):
                 yield
         finally:
@@ -143,13 +143,14 @@ class _Passes:
         try:
             if generators:
                 self.seeds = torch.randint(2**62, (len(self.parts),)).tolist()
-            with self._pass([p.detach() for p in self.parameters]):
+            with self._pass([p.detach() for p in self.parameters]), LeftBehind(self.module) as left:
                 output = self._first(x)
                 while output is None:
                     self._statistics(x)
                     output = self._first(x)
                 for i, part in enumerate(self.parts[1:], 1):
-                    output[part].copy_(self._checked(self._chunk(i, x[part]), output, part))
+                    with left.none_but_first(i == len(self.parts) - 1):
+                        output[part].copy_(self._checked(self._chunk(i, x[part]), output, part))
         except BaseException:
             self.random = False
             raise
@@ -170,7 +171,7 @@ class _Passes:
         version = None if copy.is_inference() else copy._version
         self.wanted = output = None
         try:
-            with Watch():
+            with Watch((*self.module.parameters(), *self.module.buffers())):
                 output = self._chunk(0, copy)
         except _Stop:
             pass
@@ -342,12 +343,13 @@ def microbatch(module: nn.Module, x: Tensor, chunks: int) -> Tensor:
     Inside torch.compile and transforms of torch.func, of another microbatch and of `tile`, this is module(x).
 
     ValueError unless 1 <= chunks <= N, and for a batch norm with one value a channel. TypeError for another type of
-    module, x or output, and, in training, for SyncBatchNorm, functional batch norms, and instance norms with running
-    statistics. RuntimeError for a module that writes to x in place or whose chunks call different norms, and for second
-    derivatives. Running statistics are not updated then.
+    module, x or output, for one that leaves tensors in attributes, and, in training, for SyncBatchNorm, functional
+    batch norms, and instance norms with running statistics. RuntimeError for a module that writes to x in place or
+    whose chunks call different norms, and for second derivatives. Running statistics are not updated then.
 
-    Limits. Other code that mixes samples, and other state that a forward changes (spectral_norm's), are not noticed.
-    Gradients reach x and the module's parameters alone.
+    Limits. These are not noticed: other code that mixes samples, buffers that a forward changes (spectral_norm's),
+    random numbers of Python or numpy, and questions about gradients (torch.is_grad_enabled(), x.requires_grad), which
+    are off in the forward pass. Gradients reach x and the module's parameters alone.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"microbatch: expected module to be a torch.nn.Module, got {type(module).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .lean import ForwardInLean
 from .wrap import parts
@@ -134,22 +138,77 @@ class Norm(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *nothing
 
 
-class Watch(TorchFunctionMode):
-    """Refuses batch norms in training that are not layers: their statistics would be of one chunk alone."""
+_RELU = (_ops.batch_norm_relu, _ops.batch_norm_relu.default)
+_NORMS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm, _ops.batch_norm, _ops.batch_norm.default, *_RELU)
 
-    _norms = (
-        F.batch_norm, torch.batch_norm, torch.native_batch_norm,
-        _ops.batch_norm, _ops.batch_norm.default, _ops.batch_norm_relu, _ops.batch_norm_relu.default,
-    )  # fmt: skip
+
+def _in_training(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    return func in _NORMS and bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+
+
+class Watch(TorchFunctionMode):
+    """Refuses batch norms in training that are not layers: their statistics would be of one chunk alone. Not those of
+    what follows from parameters and buffers, as weights do that are standardized.
+
+    state: parameters and buffers.
+    """
+
+    def __init__(self, state: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._of_state = WeakIdKeyDictionary(dict.fromkeys(state, True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._norms and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+        first = args[0] if args else kwargs.get("input")
+        of_state = isinstance(first, Tensor) and first in self._of_state
+        if not of_state and _in_training(func, args, kwargs):
             raise TypeError(
                 "microbatch: expected module to have its batch norms in training mode as torch.nn.BatchNorm layers, "
                 f"got a call of {getattr(func, '__name__', func)} with training=True"
             )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if of_state and all(one in self._of_state for one in _tensors((args, kwargs))):
+            self._of_state.update(dict.fromkeys(_tensors(result), True))
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Inside(TorchFunctionMode):
+    """Has `instead` compute the batch norm that a layer's own forward calls (timm's BatchNormAct2d does)."""
+
+    def __init__(self, norm: _BatchNorm, instead: Callable[[_BatchNorm, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._norm, self._instead = norm, instead
+        self._own = norm.running_mean if norm.running_mean is not None else norm.weight
+
+    def __enter__(self) -> Inside:
+        """A forward may count its calls: it counts those of a copy."""
+        self._count = self._norm.num_batches_tracked
+        self._norm._buffers["num_batches_tracked"] = None if self._count is None else self._count.clone()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._norm._buffers["num_batches_tracked"] = self._count
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        norm, given = self._norm, [*args, *kwargs.values()]
+        if not (_in_training(func, args, kwargs) and any(one is self._own for one in given)):
+            return func(*args, **kwargs)
+        affine = [norm.weight, norm.bias] if norm.affine else []
+        eps = args[7] if len(args) > 7 else kwargs.get("eps", 1e-5)
+        if eps != norm.eps or not all(any(one is own for one in given) for own in affine):
+            raise TypeError(
+                f"microbatch: expected the forward of {type(norm).__name__} to call batch norm with the layer's own "
+                "weight, bias and eps, got others"
+            )
+        y = self._instead(norm, args[0] if args else kwargs["input"])
+        return F.relu(y) if func in _RELU else y
 
 
 def _forward_of(module: nn.Module) -> Any:
@@ -173,7 +232,18 @@ def norms_in_training(module: nn.Module) -> list[_BatchNorm]:
             continue
         if isinstance(one, nn.SyncBatchNorm):
             raise TypeError(f"{where}: SyncBatchNorm is not served in training")
-        # Norms with a forward of their own are left alone. If they call batch norm in training, `Watch` refuses.
-        if _forward_of(one) is _BatchNorm.forward and "forward" not in vars(one):
+        if "forward" not in vars(one):  # else, if that calls batch norm in training, `Watch` refuses
             found.append(one)
     return found
+
+
+def forward_of(norm: _BatchNorm, instead: Callable[[_BatchNorm, Tensor], Tensor]) -> Callable[..., Any]:
+    """The forward of a layer in training, with `instead` in place of the batch norm."""
+    if _forward_of(norm) is _BatchNorm.forward:
+        return functools.partial(instead, norm)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with Inside(norm, instead):
+            return type(norm).forward(norm, *args, **kwargs)
+
+    return forward

@@ -62,8 +62,38 @@ def stem() -> nn.Module:
     return nn.Sequential(conv, norm, nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
 
 
+class NormAct(nn.BatchNorm2d):
+    """As timm's: batch norm and activation in one layer, with a count of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if factor is None else factor
+        stats = self.running_mean, self.running_var, self.weight, self.bias
+        return F.relu(F.batch_norm(x, *stats, self.training or self.running_mean is None, factor, eps=self.eps))
+
+
+class NormThenAct(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.silu(super().forward(input))
+
+
+class Standardized(nn.Conv2d):
+    """As timm's: a batch norm of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+        return F.conv2d(x, weight * 0.5, self.bias, self.stride, self.padding)
+
+
 STAGES: dict[str, Callable[[], nn.Module]] = {
     "stem": stem, "block": Block, "bottleneck": Bottleneck, "twice": twice, "norm": lambda: nn.BatchNorm2d(6),
+    "own forwards": lambda: nn.Sequential(
+        Standardized(6, 4, 3), NormAct(4), nn.Conv2d(4, 4, 3), NormThenAct(4), nn.Conv2d(4, 4, 1),
+        NormAct(4, momentum=None), NormAct(4, affine=False), NormThenAct(4, track_running_stats=False),
+    ),
     "no norm": lambda: nn.Sequential(nn.Conv2d(6, 4, 3), nn.GELU()),
     "others": lambda: nn.Sequential(nn.Conv2d(6, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4)),
 }  # fmt: skip
@@ -73,9 +103,10 @@ def made(kind: str, converted: str = "") -> nn.Module:
     torch.manual_seed(0)
     stage = STAGES[kind]()
     for module in stage.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.BatchNorm2d) and module.affine:
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias)
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
             module.running_mean.normal_()
     if converted:
         pc.convert(stage, functional=converted == "functional")
@@ -339,6 +370,47 @@ def test_what_is_not_served_changes_nothing(text):
     assert not sys.modules["patchconv_native.microbatch"]._here.busy
 
 
+KEPT: dict[str, Callable[[Any, Tensor], Any]] = {
+    "an attribute": lambda m, y: setattr(m, "aux", y.square().mean()),
+    "a list": lambda m, y: m.seen.append(y),
+    "a mapping": lambda m, y: m.named.update(y=[y.mean()]),
+    "of a layer": lambda m, y: setattr(m.norm, "last", (y, 1)),
+}
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_call_leaves_behind_is_refused(kind: str, graded: bool) -> None:
+    """It would be the last chunk's, without a history."""
+    stage: Any = Made(lambda m, x: (y := m.norm(x), KEPT[kind](m, y))[0], norm=nn.BatchNorm2d(6))
+    stage.seen, stage.named = [], {"z": 1}
+    before = copy.deepcopy(stage.state_dict()), dict(vars(stage.norm))
+    with (
+        torch.set_grad_enabled(graded),
+        pytest.raises(TypeError, match=r"^microbatch: expected module to keep no tensors"),
+    ):
+        pc.microbatch(stage, images("noise").float(), 3)
+    after = stage.state_dict(), dict(vars(stage.norm))
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+    assert after[1] == before[1] and not hasattr(stage, "aux") and (stage.seen, stage.named) == ([], {"z": 1})
+
+
+def test_what_is_made_once_may_be_kept() -> None:
+    def grid(m: Any, x: Tensor) -> Tensor:
+        if m.grid is None:
+            m.grid = torch.linspace(0, 1, x.size(-1), dtype=x.dtype)
+        m.calls += 1
+        return m.norm(x * m.grid)
+
+    def stage() -> Any:
+        made: Any = Made(grid, norm=nn.BatchNorm2d(6).double())
+        made.grid, made.calls = None, 0
+        return made
+
+    x = images("noise")
+    torch.testing.assert_close(pc.microbatch(stage(), x, 3), stage()(x))
+
+
 def test_arguments():
     stage, x = made("stem"), images("noise").float()
     tracked = nn.Sequential(nn.InstanceNorm2d(6, track_running_stats=True))
@@ -380,7 +452,7 @@ def test_second_derivatives_and_edits_are_refused():
     for loss in (lambda y: y.square().sum(), lambda y: y.sum()):  # the gradient of a sum has no history
         (grad,) = torch.autograd.grad(loss(pc.microbatch(block, x, 2)), x, create_graph=True)
         with pytest.raises(RuntimeError, match="microbatch: expected no second derivatives"):
-            (grad.sum() + pc.microbatch(block, x, 2).sum()).backward()
+            grad.sum().backward()
     assert torch.equal(grad, plain) and all(p.grad is None for p in block.parameters())
     middle = x * 1
     y = pc.microbatch(made("block").double(), middle, 2)

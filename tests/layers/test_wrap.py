@@ -254,9 +254,7 @@ def test_classes_that_python_lets_nobody_change(bases: tuple[Any, ...]) -> None:
     model = made()
     for call in (pc.checkpoint_modules, pc.tile_modules, lambda m, which: pc.microbatch_modules(m, which, 2)):
         if fixed:
-            with pytest.raises(
-                TypeError, match="'1': Python cannot change the class of a Odd: it has "
-            ):
+            with pytest.raises(TypeError, match="'1': Python cannot change the class of a Odd: it has "):
                 call(model, ("0", "1"))
             assert type(model[0]) is nn.Conv2d and type(model[1]) is cls
         else:
