@@ -99,7 +99,7 @@ def keeps_its_class(cls: type) -> str | None:
     """
     bases = [cls]
     while bases[-1].__base__ not in (object, None):
-        bases.append(bases[-1].__base__)  # type: ignore[arg-type]
+        bases.append(bases[-1].__base__)
     first = next(base for base in reversed(bases) if "__dict__" in vars(base))
     if first is bases[-1]:
         return None
