@@ -1,7 +1,8 @@
 """What is found of a recorded graph from the dimension along which it is cut.
 
-Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip. Dropout:
-the mask is made row by row along that dimension, so that it is the same in strips, in bands and at once.
+What was computed whole and has the shape of an image again, as after attention over all frames of a video, is cut from
+there on. Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip.
+Dropout: the mask is made row by row along that dimension, so that it is the same in strips, in bands and at once.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
+from ..spatial import SpatialTensor
 from ..spatial.dropout import dropout_by_seed
+from ..spatial.operands import aligned, wrap
 from ..spatial.rules import NotServed, rule
 from .graph import Call, Graph, Ref
 from .kinds import ON_WHOLE, kinds_of
 
 _NAMES = ("query", "key", "value")
+_MOVES = {
+    "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "unflatten", "contiguous",
+}  # fmt: skip
+"""Functions by which tokens become an image."""
 
 
 def keys_or_values(x: Tensor) -> Tensor:
@@ -39,10 +47,23 @@ def _refused(x: Any) -> Tensor:
 ON_WHOLE.add(keys_or_values)
 
 
+def cut_again(x: Tensor, image: Tensor) -> Tensor:
+    """A value that was computed whole, from here on in parts as those of the image."""
+    return x
+
+
+@rule(cut_again)
+def _cut_again(x: Tensor, image: SpatialTensor) -> Tensor:
+    locals_, axes = aligned("cut_again", (x, image))
+    return wrap(locals_[0].clone(), axes)  # a part that may be written into
+
+
 def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
-    """Puts a call that gets the keys whole before each attention over the image, and one that gets the values; gives
-    each dropout its dimension. dims: as of `kinds_of`.
+    """Puts a call before each attention over the image that gets the keys whole, and one that gets the values; a call
+    behind what is whole and is to be cut again; gives each dropout its dimension. dims: as of `kinds_of`.
     """
+    if any(_image_again(graph, call, dims) is not None for call in graph.calls):
+        _cut_again_where_whole(graph, dims)
     if not any(call.function in (F.scaled_dot_product_attention, dropout_by_seed) for call in graph.calls):
         return
     kinds = kinds_of(graph, dims[:1])
@@ -60,6 +81,46 @@ def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
             call = dataclasses.replace(call, kwargs={**call.kwargs, "dim": kinds.dims[call.inputs[0]]})
         calls.append(call)
     graph.calls = calls
+
+
+def _image_again(graph: Graph, call: Call, dims: Sequence[int]) -> Ref | None:
+    """An image of whose shape the call's result is, but for channels, where that of its arguments is another."""
+    if call.name not in _MOVES or len(call.outputs) != 1 or call.outputs[0] in graph.results:
+        return None
+    made = graph.fakes[call.outputs[0]]
+
+    def alike(v: int) -> bool:
+        fake = graph.fakes[v]
+        return fake.dim() == made.dim() and all(fake.size(d) == made.size(d) for d in (0, *dims))
+
+    if made.dim() <= max(dims) or any(map(alike, call.inputs)):
+        return None
+    return next((Ref(v) for v in graph.inputs if alike(v) and graph.fakes[v].device == made.device), None)
+
+
+def _cut_again_where_whole(graph: Graph, dims: Sequence[int]) -> None:
+    done: set[int] = set()
+    while True:
+        dim_of = kinds_of(graph, dims[:1]).dims
+        whole = (place for place, call in enumerate(graph.calls) if done.union(dim_of).isdisjoint(call.outputs))
+        images = ((place, _image_again(graph, graph.calls[place], dims)) for place in whole)
+        place, image = next((one for one in images if one[1] is not None), (0, None))
+        if image is None:
+            return
+        call = graph.calls[place]
+        graph.fakes.append(graph.fakes[call.outputs[0]])
+        old, new = call.outputs[0], Ref(len(graph.fakes) - 1)
+        done.add(old)
+        again = Call(cut_again, (Ref(old), image), {}, call.module, call.autocast, new, call.history)
+        later = [_renamed(one, old, new) for one in graph.calls[place + 1 :]]
+        graph.calls = [*graph.calls[: place + 1], again, *later]  # what follows is in parts now
+
+
+def _renamed(call: Call, old: int, new: Ref) -> Call:
+    if old not in call.inputs:
+        return call
+    args, kwargs = tree_map_only(Ref, lambda ref: new if ref.index == old else ref, (call.args, call.kwargs))
+    return dataclasses.replace(call, args=args, kwargs=kwargs, in_place=None)
 
 
 def _whole(graph: Graph, call: Call, value: Ref) -> Call:

@@ -74,3 +74,47 @@ def test_budgets_are_kept() -> None:
         peak = allocated_peak(lambda budget=budget, to=results: to.append(pc.tile(net, x, budget)))
         assert peak - want.nbytes <= budget
         torch.testing.assert_close(results[0], want, rtol=1e-5, atol=1e-5)
+
+
+class TokensOfAll(nn.Module):
+    """Attention over all places of a volume, in an order that no cut keeps, and convolutions after it."""
+
+    def __init__(self, dims: int, twice: bool = False) -> None:
+        super().__init__()
+        conv = nn.Conv2d if dims == 2 else nn.Conv3d
+        self.dims, self.twice = dims, twice
+        self.first, self.tokens, self.last = conv(3, 4, 3, padding=1), nn.Linear(4, 12), conv(4, 16, 3, padding=1)
+        self.norm, self.result = nn.GroupNorm(2, 16), conv(16, 2, 3, padding=1)
+
+    def attend(self, x: Tensor) -> Tensor:
+        flat = x.movedim(1, -1).transpose(1, -2).flatten(1, -2)  # columns first
+        query, key, value = self.tokens(flat).chunk(3, -1)
+        mixed = flat + (query @ key.mT).softmax(-1) @ value
+        return mixed.unflatten(1, x.shape[2:][::-1] if self.dims == 2 else (x.size(-1), x.size(3), x.size(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attend(self.first(x)).transpose(1, -2).movedim(-1, 1)
+        y = F.relu_(y) if not self.twice else self.attend(y.tanh()).transpose(1, -2).movedim(-1, 1)
+        return self.result(F.silu(self.norm(self.last(y))))
+
+
+@pytest.mark.parametrize(("dims", "batch", "twice"), [(2, 1, False), (2, 3, True), (3, 3, False), (3, 1, True)])
+def test_what_was_whole_is_cut_again(dims: int, batch: int, twice: bool) -> None:
+    torch.manual_seed(0)
+    module = TokensOfAll(dims, twice).double()
+    x = torch.randn(batch, 3, *((16, 13) if dims == 2 else (3, 9, 10)), dtype=torch.float64)
+    dim = dims  # of a volume the second of three
+    with torch.no_grad():
+        expected = module(x)
+        plan = pc.tile_plan(module, x, tile=3, dim=dim)
+        assert [call.name for call in plan.graph.calls].count("cut_again") == 1 + twice
+        assert set(plan.graph.results) <= plan.kinds.dims.keys() and any(s.strips > 2 for s in plan.sweeps)
+        boxes = (3, 4) if dims == 2 else (3, 2, 4)
+        for tile in (3, boxes):
+            torch.testing.assert_close(pc.tile(module, x, tile=tile, dim=dim), expected, rtol=1e-9, atol=1e-12)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    grads = [
+        torch.autograd.grad(call(one).square().sum(), [one, *module.parameters()])
+        for call, one in zip((module, lambda x: pc.tile(module, x, tile=boxes, dim=dim)), given, strict=True)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
