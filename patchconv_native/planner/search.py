@@ -26,7 +26,7 @@ from ..memory.trace import Loss, OptimizerLike, trace
 from ..modules import Split
 from ..settings import workspace_limit
 from ..spatial import NotServed
-from ..tiles.modules import plans_of
+from ..tiles.kept import plans_of
 from .strategy import Strategy
 
 # Operations that a device computes in the time in which it moves a byte.

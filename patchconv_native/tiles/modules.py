@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping
@@ -13,29 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .._budget import BudgetError
 from ..wrap import Model, Which, Wrapped, wrap_modules
 from .arguments import Arguments, is_served, least_dimensions
-from .fold import in_channels_last
-from .forms import emptied, filled, form_of
 from .gradients import refuse_transforms
-from .graph import Graph
+from .kept import MOST, plan_of_form
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
 from .ranks import planned_together
 from .recorded import Recorded
-from .shared import strides_of
 from .strip_sizes import is_best_uncut
 from .tiling import budget_of, plan_graph, record_call, run_plan
 from .without_data import are_fake
 
 OWNER = "tile_modules"
-_KEPT = 4
 _plans: weakref.WeakKeyDictionary[nn.Module, dict[Any, Kept]] = weakref.WeakKeyDictionary()
-_forms: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[TilePlan, bool]]] = weakref.WeakKeyDictionary()
-"""By the budget and the form of the call: plans without their graphs, and whether these are those of
-`in_channels_last`. They stay when a module is no longer tiled: with the same form a plan is the same.
-"""
 _uncut: weakref.WeakKeyDictionary[nn.Module, list[tuple[bool, list[Tensor]]]] = weakref.WeakKeyDictionary()
 """Images, without data, for which strips are no faster than one call, each with whether gradients were on."""
 
@@ -65,7 +55,7 @@ class _Tiled(Wrapped):
         if plan is None:
             uncut = _uncut.setdefault(self, [])
             like = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in arguments.images]
-            uncut[:] = [*uncut[1 - _KEPT :], (torch.is_grad_enabled(), like)]
+            uncut[:] = [*uncut[1 - MOST :], (torch.is_grad_enabled(), like)]
             return inner(*args, **kwargs)
         return run_plan(plan, arguments)
 
@@ -99,7 +89,7 @@ def _plan_for(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
     with contextlib.suppress(TypeError):  # of a thing that cannot be referred to weakly
         refs = [weakref.ref(thing) for thing in things]
         if digest is not None:
-            while len(known) >= _KEPT:
+            while len(known) >= MOST:
                 del known[next(iter(known))]
             known[key] = Kept(found, refs, digest)
     return found
@@ -109,41 +99,13 @@ def _new_plan(module: nn.Module, inner: Any, arguments: Arguments, budget: int |
     graph = record_call(OWNER, module, inner, arguments, keep_changes=True)
     found = None
     if budget is not None or not is_best_uncut(graph):
-        found = _planned(module, graph, arguments, budget)
+        found = plan_of_form(
+            module, graph, arguments, budget, lambda: plan_graph(OWNER, module, graph, arguments, budget)
+        )
     if found is None or (budget is None and all(sweep.strips == 1 for sweep in found.sweeps)):
         graph.undo()
         return None
     return found
-
-
-def _planned(module: nn.Module, graph: Graph, arguments: Arguments, budget: int | None) -> TilePlan:
-    images = tuple((image.device, strides_of(image)) for image in arguments.images)  # they may be in the host's memory
-    known, form = _forms.setdefault(module, {}), (tuple(arguments.dims), arguments.shared, images, form_of(graph))
-    if (budget, *form) in known:
-        plan, last = known[(budget, *form)] = known.pop((budget, *form))
-        turned = in_channels_last(graph) if last else graph
-        assert turned is not None, "graphs of the same form can be turned alike"
-        return filled(plan, turned)
-
-    def remember(room: int | None, found: TilePlan) -> None:
-        last = found.graph is not graph
-        if not (last and found.at_once):
-            while len(known) >= _KEPT:
-                del known[next(iter(known))]
-            known[(room, *form)] = emptied(found), last
-
-    try:
-        found = plan_graph(OWNER, module, graph, arguments, budget)
-    except BudgetError as error:
-        remember(error.least, dataclasses.replace(error.plan, budget=error.least))
-        raise
-    remember(budget, found)
-    return found
-
-
-def plans_of(module: nn.Module, budget: int) -> list[TilePlan]:
-    """Those of calls with this budget, without their graphs, and the last call's last."""
-    return [plan for (room, *_), (plan, _) in _forms.get(module, {}).items() if room == budget]
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from .gradients import find_needs, refuse_transforms, with_history
 from .graph import Graph, Ref, refs
 from .history import IN_TILES
 from .journal import Journal
+from .kept import plan_of_form
 from .kinds import kinds_of
 from .outside import Outside
 from .plan import TilePlan, Wishes
@@ -161,7 +162,14 @@ def plan_call(
     graph = record_call(owner, module, forward, arguments, keep_changes)
     if out_later:
         graph.kept = []  # of a module that is not called again
-    return plan_graph(owner, module, graph, arguments, room, tiles, store, out, out_later)
+
+    def planned() -> TilePlan:
+        return plan_graph(owner, module, graph, arguments, room, tiles, store, out, out_later)
+
+    plain = all(isinstance(image, Tensor) for image in arguments.images) and store == "device"
+    if room is None or tiles or out is not None or out_later or not plain:
+        return planned()
+    return plan_of_form(module, graph, arguments, room, planned)
 
 
 def budget_of(owner: str, budget: int | str | None) -> int | None:

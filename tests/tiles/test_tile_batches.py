@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import patchconv_native as pc
 from bench.whole_models import UNet
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles.modules import plans_of
+from patchconv_native.tiles.kept import plans_of
 from patchconv_native.tiles.stores import Store
 
 BATCH = 3

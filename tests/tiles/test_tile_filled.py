@@ -11,7 +11,7 @@ from support.spatial_chains import structured
 from torch import Tensor, nn
 
 import patchconv_native as pc
-from patchconv_native.tiles.modules import plans_of
+from patchconv_native.tiles.kept import plans_of
 
 
 def inverse_wavelets(y: Tensor) -> Tensor:
