@@ -39,6 +39,10 @@ _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 _REAL = Tensor, nn.Parameter
 
+_ARANGE = {getattr(torch.ops.aten.arange, name) for name in ("default", "start", "start_step")}
+_MOST_NUMBERS = 1024
+"""Of a range that code may read, as in `torch.arange(1, classes).tolist()`."""
+
 # Operators that are calls of others. In inference mode a dispatch mode sees them whole.
 _COMPOSED = {
     getattr(torch.ops.patchconv, name).default
@@ -96,6 +100,8 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return _device_of(args[0])
+        if func in _ARANGE:
+            return self._range(func, types, args, kwargs)
         args = [self._fake_for(one) if type(one) in _REAL else one for one in args]
         key = recipes.key_of(func, args, kwargs or {})
         if key is None:
@@ -118,6 +124,16 @@ class FakeMode(FakeTensorMode):
             plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
             made = self._of_real[real] = FakeTensor(self, plain, real.device)
         return made
+
+    def _range(self, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        """With numbers, where it is small: they follow from no tensor."""
+        made = self._computed(func, types, args, kwargs)
+        if made.numel() > _MOST_NUMBERS or made.fake_device.type != "cpu":
+            return made
+        with torch.utils._python_dispatch._disable_current_modes():
+            numbers = func(*args, **{**(kwargs or {}), "device": "cpu"})
+        plain = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="meta")
+        return FakeTensor(self, plain, made.fake_device, constant=numbers)
 
     def _computed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is _BATCH_NORM and not args[5] and args[0].device.type == "cpu":

@@ -372,6 +372,37 @@ def test_a_fake_step_of_code_that_depends_on_values(code: Any) -> None:
     assert net(x).requires_grad
 
 
+RANGES: dict[str, tuple[Any, Any]] = {  # as MONAI's losses do, and the same without torch
+    "read": (
+        lambda x: sum(x[:, i].sum() * i for i in torch.arange(1, 3).tolist()),
+        lambda x: sum(x[:, i].sum() * i for i in range(1, 3)),
+    ),
+    "looped over": (
+        lambda x: sum(x[:, int(i)].sum() for i in torch.arange(3)), lambda x: sum(x[:, i].sum() for i in range(3)),
+    ),
+    "computed with": (
+        lambda x: x * (torch.arange(8.0) + 1) + torch.arange(0, 16, 2).view(1, 1, 8, 1),
+        lambda x: x * torch.ones(8).add(1) + torch.ones(8, dtype=torch.int64).view(1, 1, 8, 1),
+    ),
+    "written into": (lambda x: x * torch.arange(8.0).mul_(2), lambda x: x * torch.ones(8).mul_(2)),
+    "large": (lambda x: x.sum() * torch.arange(4096.0), lambda x: x.sum() * torch.ones(4096)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", RANGES)
+def test_a_fake_step_of_code_that_reads_a_range(code: str) -> None:
+    class Net(nn.Conv2d):
+        code: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.code(super().forward(x))
+
+    net, peaks = Net(3, 3, 1), []
+    for net.code in RANGES[code]:
+        peaks.append(trace(net, torch.randn(1, 3, 8, 8), fake=True).peak)
+    assert abs(peaks[0] - peaks[1]) <= 64
+
+
 def test_fake_work_is_that_of_the_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
