@@ -78,6 +78,8 @@ def _common_axes(function: str, values: Sequence[Any], dims: int) -> Axes:
                 )
             if first.executor != axis.executor:
                 raise refuse(function, "its operands are cut between different groups of parts")
+    if len({axis.name for axis in axes.values()}) < len(axes):  # as of a column and a row that was one
+        raise refuse(function, "its operands are cut along different dimensions")
     return axes
 
 
@@ -98,6 +100,8 @@ def _part(function: str, value: SpatialTensor, axes: Axes, shift: int) -> Tensor
 def _whole(function: str, value: Tensor, axes: Axes, shift: int) -> Tensor:
     along = {d - shift: axis for d, axis in axes.items() if d >= shift and value.size(d - shift) != 1}
     for d, axis in along.items():
+        if axis.size == 1:
+            raise refuse(function, "of a cut operand there is one row, for many of a whole one")
         if value.size(d) != axis.size:
             raise RuntimeError(
                 f"{function}: expected dimension {d + shift} to have size {axis.size}, or 1, got {value.size(d)}"

@@ -23,6 +23,7 @@ SHAPE = (2, 4, 9, 7)
 REFUSED: dict[str, tuple[str, Any]] = {
     "fft": ("fft_fft2", lambda x: torch.fft.fft2(x)),
     "rows times rows": ("matmul", lambda x: x @ x.transpose(2, 3)),
+    "a column by a row": ("mul", lambda x: x.mean(3, keepdim=True) * x.mean(3).unsqueeze(2)),
     "einsum": ("einsum", lambda x: torch.einsum("nchw,nciw->nchi", x, x)),
     "softmax over rows": ("softmax", lambda x: x.softmax(2)),
     "cumsum of rows": ("cumsum", lambda x: x.cumsum(2)),

@@ -209,3 +209,28 @@ def test_operators_with_other_arguments_than_their_functions() -> None:
     ):  # fmt: skip
         with pytest.raises(pc.NotServed, match=r"(loss|elu)\.default is not served: it has no rule"):
             pc.tile(function, x, tile=3)
+
+
+def _in_one_tensor(x: Tensor) -> Tensor:
+    """As in coordinate attention."""
+    rows = x.shape[2]
+    both = torch.cat([x.mean(3, keepdim=True), x.mean(2, keepdim=True).transpose(2, 3)], 2).sigmoid()
+    return both[:, :, :rows] * both[:, :, rows:].transpose(2, 3) * x
+
+
+@pytest.mark.parametrize("where", [{"tile": 5}, {"tile": (5, 7)}, {"tile": 5, "dim": 3}])
+@pytest.mark.parametrize("function", [
+    lambda x: x.mean(3, keepdim=True) * x.mean(3).unsqueeze(2),
+    lambda x: x.amax(3, keepdim=True) + x.amax(3, keepdim=True).transpose(2, 3) + x[:, :, :, :1],
+    lambda x: torch.where(x.mean(3, keepdim=True) > x.mean(3).unsqueeze(2), x, -x),
+    _in_one_tensor,
+])  # fmt: skip
+def test_columns_by_rows(function: Callable[[Tensor], Tensor], where: dict[str, Any]) -> None:
+    """Rows that were turned into columns are cut along another dimension than rows."""
+    x = torch.randn(2, 3, 29, 29, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(pc.tile(function, x, **where), function(x))
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    for call, one in zip((function, lambda x: pc.tile(function, x, **where)), given, strict=True):
+        call(one).square().sum().backward()
+    torch.testing.assert_close(given[0].grad, given[1].grad)
