@@ -151,16 +151,34 @@ class BackwardCosts:
         largest tiles is looked at. apart, asks: as of `sweep_of`.
         """
         sweep = self.sweep_of(stored, number, apart, asks)
-        steps = tuple((step.call, step.asks) for step in sweep.steps)
-        key = steps, frozenset(sweep.sources), frozenset(sweep.results | sweep.stores), *shares
+        key = *self._form(sweep), *shares
         plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})
         most = 0
-        for borders in (False, True)[: 1 if rough else 2] if steps else ():
+        for borders in (False, True)[: 1 if rough else 2] if sweep.steps else ():
             which = *key, borders
             if which not in self._known:
                 self._known[which] = self._peak(plan, borders, lambda one: one.of_sweep(sweep))
             most = max(most, self._known[which])
         return sweep, most
+
+    def _form(self, sweep: Sweep) -> tuple[Any, ...]:
+        """The same of sweeps that take the same, as those of blocks that a network repeats."""
+        graph, kinds, numbers = self.graph, self.kinds, dict[int, int]()
+
+        def name(one: int) -> int:
+            return numbers.setdefault(one, len(numbers))
+
+        given = sweep.results | sweep.stores
+        found: list[Any] = []
+        for step in sweep.steps:
+            call = graph.calls[step.call]
+            question = sweep.number - kinds.start[step.call] if step.asks else None
+            found.append((kinds.alike[step.call], question, call.history, call.autocast))
+            found += [(name(v), v in graph.needs, v in sweep.sources, v in graph.inputs) for v in call.inputs]
+            found += [(name(v), v in graph.needs, v in given) for v in call.outputs]
+            found += [(name(-id(one)), one.requires_grad) for one in call.constants]
+            found += [one.shape for one in self._run.answers.get(step.call, ())]
+        return tuple(found)
 
     def between(self, number: int) -> int:
         """The most bytes that the calls on whole values before a sweep take."""

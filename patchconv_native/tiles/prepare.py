@@ -22,7 +22,7 @@ from ..spatial.dropout import dropout_by_seed
 from ..spatial.operands import aligned, wrap
 from ..spatial.rules import NotServed, rule
 from .graph import Call, Graph, Ref
-from .kinds import ON_WHOLE, kinds_of
+from .kinds import ON_WHOLE, Kinds, kinds_of
 
 _NAMES = ("query", "key", "value")
 _MOVES = {
@@ -62,11 +62,20 @@ def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
     """Puts a call before each attention over the image that gets the keys whole, and one that gets the values; a call
     behind what is whole and is to be cut again; gives each dropout its dimension. dims: as of `kinds_of`.
     """
+    functions = {call.function for call in graph.calls}
+    if F.scaled_dot_product_attention in functions:
+        _prepare_attention(graph, kinds_of(graph, dims[:1]))
     if any(_image_again(graph, call, dims) is not None for call in graph.calls):
         _cut_again_where_whole(graph, dims)
-    if not any(call.function in (F.scaled_dot_product_attention, dropout_by_seed) for call in graph.calls):
-        return
-    kinds = kinds_of(graph, dims[:1])
+    if dropout_by_seed in functions:
+        dim_of = kinds_of(graph, dims[:1]).dims
+        for place, call in enumerate(graph.calls):
+            if call.function is dropout_by_seed and call.inputs[0] in dim_of:
+                given = call.kwargs | {"dim": dim_of[call.inputs[0]]}
+                graph.calls[place] = dataclasses.replace(call, kwargs=given)
+
+
+def _prepare_attention(graph: Graph, kinds: Kinds) -> None:
     calls: list[Call] = []
     for place, call in enumerate(graph.calls):
         given = dict(zip(_NAMES, call.args, strict=False)) | call.kwargs
@@ -77,8 +86,6 @@ def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
             calls += wholes.values()
             results = {name: one.result for name, one in wholes.items()}
             call = dataclasses.replace(call, args=(), kwargs=given | results)
-        if call.function is dropout_by_seed and call.inputs[0] in kinds.dims:
-            call = dataclasses.replace(call, kwargs={**call.kwargs, "dim": kinds.dims[call.inputs[0]]})
         calls.append(call)
     graph.calls = calls
 
