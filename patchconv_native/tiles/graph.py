@@ -132,8 +132,6 @@ class Graph:
     """
     casts: dict[tuple[int, torch.dtype], int] = field(default_factory=dict)
     """Of these casts the bytes, by the ids of the parameters and the dtypes."""
-    hooked: list[str] = field(default_factory=list)
-    """The modules that were called and have backward hooks."""
     repeatable: bool = True
     """Whether another call computes the same graph: False where the module drew random numbers or changed a buffer."""
     drew: bool = False

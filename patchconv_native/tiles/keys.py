@@ -63,7 +63,8 @@ class _Key:
         self.parts.append(arguments.shared)
         pairs = itertools.combinations(arguments.images, 2)
         self.parts.append(tuple([share_memory(one, other) for one, other in pairs]))  # the module may write into one
-        self.parts.append(tuple([getattr(part, "requires_grad", False) for part in arguments.parts()]))
+        asked = [getattr(part, "requires_grad", False) for part in arguments.parts()]
+        self.parts.append((torch.is_grad_enabled(), *asked))
         for leaf in tree_leaves(arguments._given):
             if not isinstance(leaf, Tensor):
                 self._add(leaf)

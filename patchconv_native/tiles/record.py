@@ -186,6 +186,11 @@ class Recorder:
         self._views.link(call, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Recorded)], list(known.values()))
         return made
 
+    def _check_hooks(self, module: nn.Module, args: Any) -> None:
+        given = (isinstance(one, Recorded) and self.history.needs(one._index) for one in tree_leaves(args))
+        if any(given) or any(p.requires_grad for p in module.parameters()):
+            raise self.refuse("a backward hook", IN_TILES)
+
     def fill(self, numbers: set[int], image: Recorded) -> None:
         """numbers: of calls of FACTORIES whose results are values."""
         self._watch.filled.of_images = dict.fromkeys(numbers, functools.partial(self._filled_like, image))
@@ -269,8 +274,8 @@ class Recorder:
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == own:  # hooks are those of all threads
                 self._inside.append(self._names.get(id(module), type(module).__name__))
-                if module._backward_hooks or module._backward_pre_hooks:
-                    self.graph.hooked.append(self._inside[-1] or type(module).__name__)
+                if self.gradients and (module._backward_hooks or module._backward_pre_hooks):
+                    self._check_hooks(module, args)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             if threading.get_ident() == own:

@@ -28,7 +28,6 @@ from .fold import copied_weights, fold_norms, in_channels_last, keep_onednn
 from .graded import Graded
 from .gradients import find_needs, refuse_transforms, with_history
 from .graph import Graph, Ref, refs
-from .history import IN_TILES
 from .journal import Journal
 from .kept import plan_of_form
 from .kinds import kinds_of
@@ -228,8 +227,6 @@ def record_call(
         keep_onednn(graph)
         prepare_for_rows(graph, arguments.dims)
         find_needs(graph, arguments.parts())
-        for where in graph.hooked if graph.needs else ():
-            raise NotServed(f"tile: backward hooks (in {where}) are not served: {IN_TILES}")
     return graph
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import patchconv_native as pc
 from patchconv_native.memory.peaks import allocated_peak
-from patchconv_native.tiles import choices, fold, graded, strip_sizes, ways
+from patchconv_native.tiles import choices, fold, graded, kept, strip_sizes, ways
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +280,7 @@ def test_where_strips_cost_time_fewer_are_taken(monkeypatch: pytest.MonkeyPatch)
     few = pc.tile_plan(net, x, budget="380KiB")
     for module in (choices, ways):
         monkeypatch.setattr(module, "step_work", lambda graph: 1e9)
+    kept._forms.clear()
     fewer = pc.tile_plan(net, x, budget="380KiB")
     assert strips(fewer) < strips(few) and fewer.arithmetic >= few.arithmetic
     assert fewer.needs <= 380 * 1024
@@ -439,6 +440,7 @@ def test_tiles_that_cost_time_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None
     counts = []
     for work in (0.0, 1e9):
         monkeypatch.setattr(graded, "tile_step_work", lambda graph, work=work: work)
+        kept._forms.clear()
         plans = [pc.tile_plan(net, x, budget=int(share * refused.value.least)) for share in (1.8, 2.2, 2.4)]
         assert all(plan.budget is not None and plan.needs <= plan.budget for plan in plans)
         shares = [one for plan in plans for one in plan.tiles.values()]

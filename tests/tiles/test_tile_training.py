@@ -281,8 +281,8 @@ def test_a_budget_chooses_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return max(math.prod(math.ceil(1 / share) for share in one) for one in plan.tiles.values())
 
     assert pc.tile_plan(net, x, budget="1GiB").at_once
-    assert 1 < tiles(budget="8MiB") < tiles(budget="2MiB")
-    more, fewer = (pc.tile_plan(net, x, budget=budget).overhead for budget in ("2MiB", "8MiB"))
+    assert 1 < tiles(budget="5MiB") < tiles(budget="2MiB")
+    more, fewer = (pc.tile_plan(net, x, budget=budget).overhead for budget in ("2MiB", "5MiB"))
     assert more > 1.5 * fewer > 0  # of their steps
     assert tiles() == 1
     monkeypatch.setattr(strip_sizes, "STRIP", 2**16)
