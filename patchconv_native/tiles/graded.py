@@ -28,6 +28,8 @@ PARTS = (2, 4, 8)
 """Into so many parts networks are cut that have fewer sweeps anyway."""
 LESS_ASKED = 0.9
 """Of the room, for a forward pass that takes more than about what it was given."""
+LEAST_GAIN = 0.97
+"""A search for the least passes over what takes more than this part of what was found."""
 MOST_TRIED = 2
 """Routes of the same sweeps whose plans are looked at."""
 Forward = tuple[TilePlan, Planner, Choice]
@@ -297,9 +299,10 @@ class Graded(Bands):
         best: Least | None = None
         below = math.inf
         for _, (way, route) in sorted(zip(guesses, routes, strict=True), key=lambda one: one[0]):
-            peak = way._backward_peak(route, way._smallest(), below, rough=True)
-            peak = peak if peak >= below else way._backward_peak(route, way._smallest(), below)
-            found = way._with_smallest(route, peak) if peak < below else None
+            less = LEAST_GAIN * below
+            peak = way._backward_peak(route, way._smallest(), less, rough=True)
+            peak = peak if peak >= less else way._backward_peak(route, way._smallest(), less)
+            found = way._with_smallest(route, peak) if peak < less else None
             if found is not None and found[0].peak < below:
                 best, below = found, found[0].peak
         assert best is not None
