@@ -169,6 +169,8 @@ class Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if of_state and all(one in self._of_state for one in _tensors((args, kwargs))):
             self._of_state.update(dict.fromkeys(_tensors(result), True))
+        elif of_state and result is first:  # something else was written into it
+            del self._of_state[first]
         return result
 
 

@@ -411,6 +411,26 @@ def test_what_is_made_once_may_be_kept() -> None:
     torch.testing.assert_close(pc.microbatch(stage(), x, 3), stage()(x))
 
 
+def test_a_norm_of_what_pixels_were_written_into_is_refused() -> None:
+    """It would have the statistics of one chunk. A norm of weights has none."""
+    for write in (False, True):
+
+        def run(m: Any, x: Tensor, write: bool = write) -> Tensor:
+            weight = m.norm.weight.reshape(1, 6, 1, 1).repeat(1, 1, 2, 2) * 2
+            if write:
+                weight = weight.copy_(x[:1, :, :2, :2])
+            return m.norm(x) + F.batch_norm(weight, None, None, training=True).mean()
+
+        def stage(run: Any = run) -> nn.Module:
+            return Made(run, norm=nn.BatchNorm2d(6).double())
+
+        if write:
+            with pytest.raises(TypeError, match="a call of batch_norm with training=True"):
+                pc.microbatch(stage(), images("noise"), 3)
+        else:
+            torch.testing.assert_close(pc.microbatch(stage(), images("noise"), 3), stage()(images("noise")))
+
+
 def test_arguments():
     stage, x = made("stem"), images("noise").float()
     tracked = nn.Sequential(nn.InstanceNorm2d(6, track_running_stats=True))
