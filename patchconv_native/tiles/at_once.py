@@ -5,6 +5,7 @@ So no budget is refused that one call of the module keeps.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of parts that are looked at, of calls that are computed again in the backward pass."""
 WORSE = 3
 """So many in turn that take no less end the search."""
+SURE = 0.6
+"""Smaller parts of a network take at least this much of what follows from larger ones, by the bytes that both make."""
 
 
 class AtOnce:
@@ -36,20 +39,20 @@ class AtOnce:
 
     def __init__(self, graph: Graph, wishes: Wishes) -> None:
         self._graph, self._wishes = graph, wishes
-        self._found: list[Least] = []
+        self._found: dict[int, Least] = {}
 
     def least(self) -> Least:
         return min(self._all(), key=lambda one: one[0].needs)
 
     def fitting(self) -> TilePlan | None:
         """The fastest that fits."""
-        return next((plan for plan, _ in self._all() if fits(plan)), None)
+        return next((plan for plan, _ in self._all(self._wishes.budget) if fits(plan)), None)
 
-    def _all(self) -> Iterator[Least]:
-        """The fastest ones first. Each is looked at once."""
-        if not self._found:
-            self._found.append(self._plan(*self._peak()))
-        yield from self._found
+    def _all(self, most: int | None = None) -> Iterator[Least]:
+        """The fastest ones first. Each is looked at once. most: those that take far more may be passed over."""
+        if 0 not in self._found:
+            self._found[0] = self._plan(*self._peak())
+        yield self._found[0]
 
     def _plan(self, peak: int, where: str, begins: Sequence[int] = (), in_lean: bool = False) -> Least:
         """peak: results included."""
@@ -89,19 +92,30 @@ class AtOnce:
 class StepAtOnce(AtOnce):
     """Of a call with gradients."""
 
-    def _all(self) -> Iterator[Least]:
+    def _all(self, most: int | None = None) -> Iterator[Least]:
         enabled: Any = torch._C._autograd
         checkpoints = self._parts() if enabled._saved_tensors_hooks_is_enabled() else ()  # they are such hooks
         ways = [([0], False), ([0], True), *((begins, True) for begins in checkpoints)]
-        least, worse = math.inf, 0
+        least, worse, before = math.inf, 0, 0.0
         for number, (begins, in_lean) in enumerate(ways):
-            if number == len(self._found):
-                self._found.append(self._of_parts(begins, in_lean))
+            largest = self._largest(begins)
+            if number not in self._found:
+                if number > 1 and most is not None and SURE * before * largest > most:
+                    continue
+                self._found[number] = self._of_parts(begins, in_lean)
             yield self._found[number]
             peak = self._found[number][0].peak
             least, worse = (peak, 0) if peak < least else (least, worse + 1)
+            before = peak / largest
             if worse == WORSE:
                 return
+
+    def _largest(self, begins: Sequence[int]) -> int:
+        """Bytes that the part with the most makes."""
+        calls, made = self._graph.calls, []
+        for begin, end in itertools.pairwise([*begins, len(calls)]):
+            made.append(sum(bytes_of(self._graph, v) for call in calls[begin:end] for v in call.outputs))
+        return max(*made, 1)
 
     def _parts(self) -> Iterator[list[int]]:
         """Where parts begin that make about as many bytes each, with little that is read after their ends."""

@@ -35,30 +35,30 @@ from .strips import Links, NeedsWhole, local_of, run_whole
 from .sweeps import Number, Step, Sweep, leading_to, of_stored
 
 
-class _Graph:
+class Differentiated:
     """What is differentiated at once: outputs with their gradients, and leaves with what takes theirs."""
 
     def __init__(self) -> None:
-        self._outputs: list[tuple[Tensor, Tensor]] = []
-        self._leaves: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.leaves: list[tuple[Tensor, Callable[[Tensor], None] | None]] = []
 
     def output(self, value: Tensor, grad: Tensor) -> None:
         if value.requires_grad:
-            self._outputs.append((value, grad.to(value.dtype)))
+            self.outputs.append((value, grad.to(value.dtype)))
 
     def leaf(self, value: Tensor, add: Callable[[Tensor], None] | None = None) -> None:
         """add: what takes its gradient. None: it is added up in `value.grad`."""
-        self._leaves.append((value, add))
+        self.leaves.append((value, add))
 
     def differentiate(self) -> None:
-        if not self._outputs or not self._leaves:
+        if not self.outputs or not self.leaves:
             return
-        outputs, grads = zip(*self._outputs, strict=True)
-        self._outputs.clear()
+        outputs, grads = zip(*self.outputs, strict=True)
+        self.outputs.clear()
         # Not autograd.grad: all gradients of weights would be there at once beside their sums.
-        torch.autograd.backward(outputs, grads, inputs=[leaf for leaf, _ in self._leaves])
+        torch.autograd.backward(outputs, grads, inputs=[leaf for leaf, _ in self.leaves])
         del outputs, grads
-        for leaf, add in self._leaves:
+        for leaf, add in self.leaves:
             if add is not None and leaf.grad is not None:
                 grad, leaf.grad = leaf.grad, None
                 add(grad)
@@ -153,16 +153,16 @@ class Backward:
         self._asked = {}
 
     def _run_tiles(self, tiles: Tiles) -> None:
-        for tile in self._some(tiles):
+        for tile in self.some(tiles):
             self._tile(tiles, tile)
 
-    def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
+    def some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         """Those that are run."""
         return tiles.all() if self._shared is None else tiles.of_rank(self._shared)
 
     def _tile(self, tiles: Tiles, tile: tuple[int, ...]) -> None:
         """One tile, forward with history and back."""
-        sweep, found = tiles.sweep, _Graph()
+        sweep, found = tiles.sweep, Differentiated()
         there: dict[int, tuple[Tensor, Region]] = {}
         fetched: dict[int, list[Region]] = {}
         with torch.enable_grad():
@@ -190,7 +190,7 @@ class Backward:
 
     def _step(
         self, tiles: Tiles, tile: tuple[int, ...], place: int, there: dict[int, tuple[Tensor, Region]],
-        wholes: dict[int, Tensor], found: _Graph,
+        wholes: dict[int, Tensor], found: Differentiated,
     ) -> None:  # fmt: skip
         graph, kinds, step = self._graph, self._kinds, tiles.sweep.steps[place]
         call, region = graph.calls[step.call], tiles.made(place, tile)
@@ -230,7 +230,7 @@ class Backward:
 
     def _between(self, place: int) -> None:
         """A call that was computed on whole values, or from numbers of the whole image."""
-        call, kinds, found = self._graph.calls[place], self._kinds, _Graph()
+        call, kinds, found = self._graph.calls[place], self._kinds, Differentiated()
         grads = {v: self._whole.pop(v) for v in call.outputs if v in self._whole}
         if not grads:
             return
@@ -256,7 +256,7 @@ class Backward:
 
     # Leaves.
 
-    def _source(self, found: _Graph, v: int, own: Region, of_ranks: Sequence[Region]) -> Tensor:
+    def _source(self, found: Differentiated, v: int, own: Region, of_ranks: Sequence[Region]) -> Tensor:
         """A part of an image or of a stored value. of_ranks: as of `Run.read`."""
         part = self._run.read(v, own, of_ranks).detach()
         if v in self._needs and self._shared is None:
@@ -265,7 +265,7 @@ class Backward:
             found.leaf(part.requires_grad_(), functools.partial(self._fetched.__setitem__, v))
         return part
 
-    def _whole_source(self, found: _Graph, v: int) -> Tensor:
+    def _whole_source(self, found: Differentiated, v: int) -> Tensor:
         """All of an image or of a stored value, on every rank."""
         value = self._run.read_whole(v).detach()
         if v in self._needs:  # the gradient is the same on every rank
@@ -273,17 +273,17 @@ class Backward:
             found.leaf(value.requires_grad_(), lambda grad: self._add(v, own, part_of(self._kinds, v, grad, own)))
         return value
 
-    def _whole_leaf(self, found: _Graph, v: int) -> Tensor:
+    def _whole_leaf(self, found: Differentiated, v: int) -> Tensor:
         value = self._run.whole[v].detach()
         if v in self._needs:
             found.leaf(value.requires_grad_(), lambda grad: _accumulate(self._whole, v, grad))
         return value
 
-    def _add_links(self, found: _Graph, place: int, links: Links) -> None:
+    def _add_links(self, found: Differentiated, place: int, links: Links) -> None:
         for question, leaf in links.leaves.items():
             found.leaf(leaf, functools.partial(_accumulate, self._numbers, (place, question)))
 
-    def _add_constants(self, found: _Graph, steps: Iterable[Step]) -> None:
+    def _add_constants(self, found: Differentiated, steps: Iterable[Step]) -> None:
         some = {id(one): one for step in steps for one in self._graph.calls[step.call].constants}
         for key, one in some.items():
             if key in self._constants:

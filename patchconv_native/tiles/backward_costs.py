@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..memory.fake import Storages
+from ..memory.fake import Storages, references
 from ..spatial.parts import precise
 from .backward import Backward
 from .backward_tiles import Tiles
@@ -29,7 +30,7 @@ from .sweeps import Number, Step, Sweep, leading_to, of_stored
 
 
 @dataclasses.dataclass
-class _Shapes(Run):
+class Shapes(Run):
     """A run that has shapes and no data."""
 
     def read(self, v: int, own: Region, of_ranks: Sequence[Region] = ()) -> Tensor:
@@ -53,7 +54,7 @@ class _Shapes(Run):
         return [self.empty(v, (rows, (0, size), *across)) for size in (max(both), part)]
 
 
-class _Predicted(Backward):
+class Predicted(Backward):
     """Of each sweep it runs one of the largest tiles; borders: others, at the border of the image."""
 
     def __init__(
@@ -80,13 +81,13 @@ class _Predicted(Backward):
 
     def _give_back(self, v: int, regions: list[Region]) -> None:
         self._fetched.pop(v, None)
-        assert isinstance(self._run, _Shapes)
+        assert isinstance(self._run, Shapes)
         self._run.messages(v, regions)
 
     def _grad_of_number(self, number: Number, share: Tensor) -> Tensor:
         return torch.empty_like(share)
 
-    def _some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
+    def some(self, tiles: Tiles) -> Sequence[tuple[int, ...]]:
         every = tiles.all()
         parts = [sorted({tile[axis] for tile in every}) for axis in range(len(every[0]))]
         most = tuple(max(some, key=lambda part: tiles.rows(axis, part)) for axis, some in enumerate(parts))
@@ -94,6 +95,9 @@ class _Predicted(Backward):
             return [most]
         corners = [tuple(some[end] for some in parts) for end in (0, -1)]
         return [tile for tile in dict.fromkeys(corners) if tile != most]  # there padding is joined to what is read
+
+
+P = TypeVar("P", bound=Predicted)
 
 
 class BackwardCosts:
@@ -105,6 +109,10 @@ class BackwardCosts:
         """forward: a plan of the forward pass. answers: bytes of its shares of numbers of the whole image."""
         self.graph, self.kinds, self.forward = forward.graph, forward.kinds, forward
         self._known: dict[tuple[Any, ...], int] = {}
+        self._sweeps: dict[tuple[Any, ...], Sweep] = {}
+        self._forms: dict[tuple[Any, ...], int] = {}
+        self._form_of: dict[int, int] = {}
+        self._between: dict[int, int] = {}
         graph = self.graph
         constants = {id(one): one for call in graph.calls for one in call.constants}
         sums = sum(_sum_of_gradient(one) for one in constants.values() if one.requires_grad)
@@ -120,19 +128,28 @@ class BackwardCosts:
             images: dict[int, Any] = {
                 v: SimpleNamespace(x=graph.fakes[v].detach().requires_grad_(v in graph.needs)) for v in graph.inputs
             }
-            self._run = _Shapes(graph, self.kinds, set(), {}, Store("device"), inputs=images, outside=forward.outside)
+            self._run = Shapes(graph, self.kinds, set(), {}, Store("device"), inputs=images, outside=forward.outside)
             self._run.whole = {v: fake for v, fake in enumerate(graph.fakes) if v not in self.kinds.dims}
             self._run.answers = _answers(forward, self._run)
+        summed = [*self._sums.values(), *(one.grad for one in self._swaps.values())]
+        self._there = references([graph.fakes, self._swaps, self._run.answers, self._grads, summed])
 
     def of_kinds(self, kinds: Kinds) -> BackwardCosts:
         """Of the same graph, with other sweeps. What is known is shared."""
         found = copy.copy(self)
-        found.kinds, found.forward = kinds, dataclasses.replace(self.forward, kinds=kinds)
+        found.kinds, found.forward, found._sweeps = kinds, dataclasses.replace(self.forward, kinds=kinds), {}
+        found._form_of, found._between = {}, {}
         found._run = dataclasses.replace(self._run, kinds=kinds)
         return found
 
     def sweep_of(self, stored: set[int], number: int, apart: bool, asks: bool = False) -> Sweep:
         """apart: as of `TilePlan.apart`. asks: what is asked then."""
+        key = number, frozenset(v for v in stored if self.kinds.level[v] <= number), apart, asks
+        if key not in self._sweeps:
+            self._sweeps[key] = self._found(stored, number, apart, asks)
+        return self._sweeps[key]
+
+    def _found(self, stored: set[int], number: int, apart: bool, asks: bool) -> Sweep:
         graph, kinds = self.graph, self.kinds
         asked = {
             (place, number - kinds.start[place])
@@ -144,25 +161,27 @@ class BackwardCosts:
             return leading_to(graph, kinds, stored, number, set(), first, own=True)
         return leading_to(graph, kinds, stored, number, (stored | set(graph.results)) & graph.needs, asked - first)
 
-    def sweep(
-        self, stored: set[int], number: int, shares: list[Fraction], rough: bool, apart: bool, asks: bool = False
-    ) -> tuple[Sweep, int]:
-        """The sweep, and the most bytes that a tile of it takes. shares: as of `TilePlan.tiles`. rough: one of the
-        largest tiles is looked at. apart, asks: as of `sweep_of`.
-        """
+    def sweep(self, stored: set[int], number: int, shares: list[Fraction], apart: bool, asks: bool) -> int:
+        """The most bytes that a tile takes. shares: as of `TilePlan.tiles`. apart, asks: as of `sweep_of`."""
         sweep = self.sweep_of(stored, number, apart, asks)
-        key = *self._form(sweep), *shares
         plan = dataclasses.replace(self.forward, stored=stored, tiles={number: shares})
-        most = 0
-        for borders in (False, True)[: 1 if rough else 2] if sweep.steps else ():
-            which = *key, borders
+        form, most = self.form(sweep), 0
+        for borders in (False, True) if sweep.steps else ():
+            which = form, *shares, borders
             if which not in self._known:
                 self._known[which] = self._peak(plan, borders, lambda one: one.of_sweep(sweep))
             most = max(most, self._known[which])
-        return sweep, most
+        return most
+
+    def form(self, sweep: Sweep) -> int:
+        """Of a sweep of `sweep_of` a number, the same one for sweeps that take the same, as those of blocks that a
+        network repeats.
+        """
+        if id(sweep) not in self._form_of:
+            self._form_of[id(sweep)] = self._forms.setdefault(self._form(sweep), len(self._forms))
+        return self._form_of[id(sweep)]
 
     def _form(self, sweep: Sweep) -> tuple[Any, ...]:
-        """The same of sweeps that take the same, as those of blocks that a network repeats."""
         graph, kinds, numbers = self.graph, self.kinds, dict[int, int]()
 
         def name(one: int) -> int:
@@ -182,21 +201,28 @@ class BackwardCosts:
 
     def between(self, number: int) -> int:
         """The most bytes that the calls on whole values before a sweep take."""
-        places = calls_between(self.graph, self.kinds, number)[::-1]
-        key = ("between", *places)
-        if key not in self._known:
-            self._known[key] = self._peak(self.forward, False, lambda one: one.of_calls(places)) if places else 0
-        return self._known[key]
+        if number not in self._between:
+            places = calls_between(self.graph, self.kinds, number)[::-1]
+            found = self._peak(self.forward, False, lambda one: one.of_calls(places)) if places else 0
+            self._between[number] = found
+        return self._between[number]
 
-    def _peak(self, plan: TilePlan, borders: bool, run: Callable[[_Predicted], None]) -> int:
+    def predicted(self, kind: type[P], plan: TilePlan, borders: bool = False) -> P:
+        """What runs tiles on values without data."""
+        with self.graph.mode, torch.no_grad():
+            return kind(plan, self._run, self._swaps, self._grads, self._sums, borders)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[PeakOf]:
+        """Counts what is made in the block."""
         graph, device = self.graph, self.graph.device
         peak = PeakOf(device.type)
-        with graph.mode, torch.no_grad():
-            predicted = _Predicted(plan, self._run, self._swaps, self._grads, self._sums, borders)
-        counted = Storages(peak, device)
-        summed = [*self._sums.values(), *(one.grad for one in self._swaps.values())]
-        counted.there_before([graph.fakes, [*self._swaps.values()], self._run.answers, self._grads, summed])
-        with graph.mode, counted, torch.no_grad():
+        with graph.mode, Storages(peak, device, there=self._there), torch.no_grad():
+            yield peak
+
+    def _peak(self, plan: TilePlan, borders: bool, run: Callable[[Predicted], None]) -> int:
+        predicted = self.predicted(Predicted, plan, borders)
+        with self.counting() as peak:
             run(predicted)
         return peak.most
 

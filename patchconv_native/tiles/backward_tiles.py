@@ -31,6 +31,10 @@ class Tiles:
     def made(self, place: int, tile: Sequence[int]) -> Region:
         return tuple(axis.made[place][part] for axis, part in zip(self._axes, tile, strict=True))
 
+    def sizes(self, place: int) -> list[int]:
+        """Of a step's result, along each axis."""
+        return [axis.sizes[place] for axis in self._axes]
+
     def rows(self, axis: int, part: int) -> int:
         """What all steps make in a part of an axis."""
         return sum(high - low for low, high in (made[part] for made in self._axes[axis].made))

@@ -63,10 +63,10 @@ class PeakOf:
 def row_bytes(graph: Graph, kinds: Kinds, v: int, across: Region | None = None) -> int:
     """Of one row, or of what a band has of it."""
     box = whole_region(graph, kinds, v)[1:] if across is None else across
-    return _part_bytes(graph, kinds, v, ((0, 1), *box))
+    return part_bytes(graph, kinds, v, ((0, 1), *box))
 
 
-def _part_bytes(graph: Graph, kinds: Kinds, v: int, region: Region) -> int:
+def part_bytes(graph: Graph, kinds: Kinds, v: int, region: Region) -> int:
     return math.prod(box_shape(graph, kinds, v, region)) * graph.fakes[v].dtype.itemsize
 
 

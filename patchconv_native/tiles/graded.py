@@ -11,17 +11,19 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 from .._budget import MARGIN_OF_BACKWARD, largest_peak
 from .backward_costs import BackwardCosts
 from .backward_tiles import Tiles
 from .choices import Choice, Planner
+from .estimates import Estimates
 from .graph import Graph
 from .kinds import Kinds, parted
 from .plan import Least, TilePlan, Wishes, fits
 from .routes import Route, Routes
 from .strip_sizes import tile_bytes, tile_step_work
-from .sweeps import balanced, bytes_of, leading_to
+from .sweeps import Sweep, balanced, bytes_of
 from .ways import Bands, narrower
 
 PARTS = (2, 4, 8)
@@ -30,8 +32,10 @@ LESS_ASKED = 0.9
 """Of the room, for a forward pass that takes more than about what it was given."""
 LEAST_GAIN = 0.97
 """A search for the least passes over what takes more than this part of what was found."""
-MOST_TRIED = 2
-"""Routes of the same sweeps whose plans are looked at."""
+SAFE = 2
+"""So many times what a tile is estimated to take it does not take."""
+MOST_TRIED = 4
+"""Routes whose plans are looked at: they may take more than about what they should."""
 Forward = tuple[TilePlan, Planner, Choice]
 """A forward pass, and what it was chosen by."""
 
@@ -51,6 +55,7 @@ class Graded(Bands):
         if base is not None:
             self._learned = dataclasses.replace(base._learned, needed={})
             self._costs = base._costs.of_kinds(self.kinds)
+            self._estimates = base._estimates.of_costs(self._costs)
             self._ways = [(self._planner(widths, rough=True), widths) for _, widths in self._ways]
         if self._room is not None:
             self._room = largest_peak(max((wishes.budget or 0) - self._result, 0), MARGIN_OF_BACKWARD)
@@ -58,7 +63,7 @@ class Graded(Bands):
         self._shares = [largest, *narrower(graph, self.kinds.axes, largest)]
         self._exact = self._planner(self._ways[0][1])
         self._dims = dims
-        self._guessed: dict[tuple[frozenset[int], int], float] = {}
+        self._again: dict[tuple[Any, ...], tuple[float, int]] = {}
 
     def _kinds(self, graph: Graph, dims: Sequence[int]) -> Kinds:
         return self._given or super()._kinds(graph, dims)
@@ -99,28 +104,29 @@ class Graded(Bands):
         return BackwardCosts(self._plan(self._exact, stored, choice), choice.answers)
 
     @functools.cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(self._costs)
+
+    @functools.cached_property
     def _routes(self) -> Routes:
         return Routes(self._graph, self.kinds, self._exact, self._costs, self._wishes.outside.counted)
 
     def fitting(self) -> TilePlan | None:
-        """Of the routes that fit, that of the least arithmetic."""
-        best: TilePlan | None = None
-        least_work, tried = math.inf, dict.fromkeys([self, *self._parted], 0)
-        routes = [(way, route) for way in tried for route in way._routes.all]
+        """Of the routes that fit, that of the least work."""
+        least, found = math.inf, []
+        routes = [(way, route) for way in (self, *self._parted) for route in way._routes.all]
         for way, route in sorted(routes, key=lambda one: one[1].work):
-            if route.work >= least_work:
+            if route.work >= least:
                 break
-            if tried[way] == MOST_TRIED:
-                continue
             tiled = way._tiles_of(route, self._room or 0)
-            if tiled is None or way._work(*tiled) >= least_work:
-                continue
-            route, tiles = tiled
-            tried[way] += 1
-            plan = way._planned(route, tiles)
+            if tiled is not None:
+                found.append((way._work(*tiled), way, tiled))
+                least = min(least, found[-1][0])
+        for _, way, tiled in sorted(found, key=lambda one: one[0])[:MOST_TRIED]:
+            plan = way._planned(*tiled)
             if plan is not None:
-                best, least_work = plan, way._work(route, plan.tiles)
-        return best or (self._least[0] if fits(self._least[0]) else None)
+                return plan
+        return self._least[0] if fits(self._least[0]) else None
 
     def least(self, below: float) -> Least | None:
         return self._least
@@ -155,7 +161,7 @@ class Graded(Bands):
         least = self._of_sweep(route, number, self._shares[-1], rough=True)
         if least > left:  # most often it is so
             return len(self._shares)
-        sweep = leading_to(self._graph, self.kinds, route.stored, number, route.stored, set())
+        sweep = self._costs.sweep_of(route.stored, number, number in route.apart)
         values = [v for step in sweep.steps for v in self._graph.calls[step.call].outputs if v in self.kinds.dims]
         largest = max((bytes_of(self._graph, v) for v in (*values, *sweep.sources)), default=0)
         parts = [math.prod(shares) for shares in self._shares]
@@ -171,29 +177,32 @@ class Graded(Bands):
             slope, place = (taken - least) / float(parts[place] - parts[last]), place + 1
         return last
 
-    def _taken(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
-        """With the tiles at the border, which may take more, unless rough."""
-        return max(self._of_sweep(route, number, shares, rough), self._costs.between(number))
+    def _takes(self, route: Route, number: int, shares: list[Fraction], rough: bool = False) -> int:
+        """What is there during a sweep. rough: about what a tile inside the image takes."""
+        there = max(self._of_sweep(route, number, shares, rough), self._costs.between(number))
+        return self._costs.always + route.held[number] + there
 
     def _of_sweep(self, route: Route, number: int, shares: list[Fraction], rough: bool) -> int:
         """Above what is held: stored values are there until they were asked for their shares."""
-        apart, stored = number in route.apart, 0
-        taken = self._costs.sweep(route.stored, number, shares, rough, apart)[1]
-        asks, asking = self._costs.sweep(route.stored, number, shares, rough, apart, asks=True)
-        if asks.steps and self._wishes.outside.counted:
-            stored = sum(self._exact.kept_bytes(v) for v in route.stored if self.kinds.level[v] == number)
-        return max(taken, stored + asking)
+        of_tile = (self._estimates if rough else self._costs).sweep
+        found = of_tile(route.stored, number, shares, number in route.apart, False)
+        if not self._asks(route, number):
+            return found
+        asking = of_tile(route.stored, number, shares, number in route.apart, True)
+        if self._wishes.outside.counted:
+            asking += sum(self._exact.kept_bytes(v) for v in route.stored if self.kinds.level[v] == number)
+        return max(found, asking)
 
     def _backward_peak(
         self, route: Route, tiles: dict[int, list[Fraction]], below: float = math.inf, rough: bool = False
     ) -> int:
-        """below: what takes as much or more is not looked at to the end. rough: as of `_taken`."""
-        most, numbers = 0, list(tiles)
-        if below < math.inf:
-            numbers.sort(key=lambda number: -self._guess(route, number))
-        for number in numbers:
+        """below: what takes as much or more is not looked at to the end. rough: as of `_takes`."""
+        abouts = {number: self._takes(route, number, shares, rough=True) for number, shares in tiles.items()}
+        most = 0
+        for number in sorted(abouts, key=lambda number: -abouts[number]):
             held = self._costs.always + route.held[number]
-            most = max(most, held + self._taken(route, number, tiles[number], rough))
+            if rough or held + SAFE * (abouts[number] - held) > most:
+                most = max(most, abouts[number] if rough else self._takes(route, number, tiles[number]))
             if most >= below:
                 break
         return most
@@ -203,25 +212,29 @@ class Graded(Bands):
         return self._arithmetic(route, tiles) + self._overhead(route, tiles)
 
     def _overhead(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
-        steps = sum(len(cut.all()) * len(cut.sweep.steps) for cut in self._cut(route, tiles))
-        return steps * tile_step_work(self._graph)
+        return sum(steps for _, steps in self._per_sweep(route, tiles)) * tile_step_work(self._graph)
 
     def _arithmetic(self, route: Route, tiles: dict[int, list[Fraction]]) -> float:
         """With what tiles read of each other."""
-        work = route.work
-        for cut in self._cut(route, tiles):
-            for place, step in enumerate(cut.sweep.steps):
-                work += self._routes.step_flops(cut.sweep, step) * max(0.0, cut.share_made(place) - 1)
-        return work
+        return route.work + sum(work for work, _ in self._per_sweep(route, tiles))
 
-    def _cut(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[Tiles]:
-        """Of each sweep of the backward pass its tiles."""
-        plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles=tiles)
-        for number in tiles:
+    def _per_sweep(self, route: Route, tiles: dict[int, list[Fraction]]) -> Iterator[tuple[float, int]]:
+        """Of each sweep of the backward pass, the arithmetic of what its tiles compute more than once, and their
+        steps.
+        """
+        for number, shares in tiles.items():
             for asks in (False, True):
                 sweep = self._costs.sweep_of(route.stored, number, number in route.apart, asks)
-                if sweep.steps:
-                    yield Tiles(plan, sweep)
+                key = id(sweep), *shares
+                if key not in self._again:
+                    self._again[key] = self._again_of(sweep, shares) if sweep.steps else (0.0, 0)
+                yield self._again[key]
+
+    def _again_of(self, sweep: Sweep, shares: list[Fraction]) -> tuple[float, int]:
+        cut = Tiles(dataclasses.replace(self._costs.forward, tiles={sweep.number: shares}), sweep)
+        steps = enumerate(sweep.steps)
+        work = sum(self._routes.step_flops(sweep, one) * max(0.0, cut.share_made(n) - 1) for n, one in steps)
+        return work, len(cut.all()) * len(sweep.steps)
 
     def _planned(self, route: Route, tiles: dict[int, list[Fraction]]) -> TilePlan | None:
         """With tiles of about these sizes."""
@@ -246,7 +259,7 @@ class Graded(Bands):
 
     def _smaller(self, route: Route, number: int, shares: list[Fraction], room: int) -> list[Fraction]:
         """The next smaller ones, where these do not fit."""
-        if self._costs.always + route.held[number] + self._taken(route, number, shares) <= room:
+        if self._takes(route, number, shares) <= room:
             return shares
         return self._shares[min(self._shares.index(shares) + 1, len(self._shares) - 1)]
 
@@ -295,33 +308,17 @@ class Graded(Bands):
             for way in (self, *self._parted)
             for route in (way._routes.of_nothing_stored(), *way._routes.all)
         ]
-        guesses = [max(way._guess(route, number) for number in way._smallest()) for way, route in routes]
+        guesses = [way._backward_peak(route, way._smallest(), rough=True) for way, route in routes]
         best: Least | None = None
         below = math.inf
-        for _, (way, route) in sorted(zip(guesses, routes, strict=True), key=lambda one: one[0]):
+        for about, (way, route) in sorted(zip(guesses, routes, strict=True), key=lambda one: one[0]):
             less = LEAST_GAIN * below
-            peak = way._backward_peak(route, way._smallest(), less, rough=True)
-            peak = peak if peak >= less else way._backward_peak(route, way._smallest(), less)
+            peak = about if about >= less else way._backward_peak(route, way._smallest(), less)
             found = way._with_smallest(route, peak) if peak < less else None
             if found is not None and found[0].peak < below:
                 best, below = found, found[0].peak
         assert best is not None
         return best
-
-    def _guess(self, route: Route, number: int) -> float:
-        """About what there is during a sweep of the smallest tiles: two of all that a tile makes."""
-        key = frozenset(route.stored), number
-        if key not in self._guessed:
-            sweep, made, graph = self._costs.sweep_of(route.stored, number, False), 0.0, self._graph
-            if sweep.steps:
-                plan = dataclasses.replace(self._costs.forward, stored=route.stored, tiles={number: self._shares[-1]})
-                cut = Tiles(plan, sweep)
-                for place, step in enumerate(sweep.steps):
-                    values = (v for v in graph.calls[step.call].outputs if v in self.kinds.dims)
-                    made += cut.share_made(place) * sum(bytes_of(graph, v) for v in values)
-                made /= len(cut.all())
-            self._guessed[key] = 2 * made
-        return route.held[number] + self._guessed[key]
 
     def _smallest(self) -> dict[int, list[Fraction]]:
         return dict.fromkeys(range(self._exact.count + 1), self._shares[-1])
