@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 
-from ..memory.sizes import storages
+from ..memory.fake import references
 from .backward import Differentiated
 from .backward_costs import BackwardCosts, Predicted
 from .backward_tiles import Tiles
@@ -76,14 +76,9 @@ class _Alone(Predicted):
 
     def step(self, tiles: Tiles, tile: tuple[int, ...], place: int, there: dict[int, Region], peak: PeakOf) -> StepCost:
         """there: what there is of values. peak: counts from here on."""
-        step, found, saved = tiles.sweep.steps[place], Differentiated(), set[int]()
+        step, found = tiles.sweep.steps[place], Differentiated()
         names = values_of(self._graph, self._kinds, step, there)
-
-        def pack(x: Tensor) -> Tensor:
-            saved.update(storages([x]))
-            return x.detach()  # not itself: a result's history would hold the result
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
+        with torch.enable_grad():
             values = {v: (self._argument(v, there[v]), there[v]) for v in step.reads if v in there}
             wanted: list[Any] = [get_gradient_edge(x) for x, _ in values.values() if x.requires_grad]
             before = peak.most = peak.now
@@ -91,9 +86,9 @@ class _Alone(Predicted):
         forward, given = peak.most - before, sum(leaf.nbytes for leaf, _ in found.leaves)
         self._add_constants(found, [step])
         wanted += [leaf for leaf, _ in found.leaves]
-        memory = [next(iter(storages([values[v][0]]).items())) for v in names]
+        memory = [next(iter(references([values[v][0]]).items())) for v in names]
+        sizes = [values[v][0].untyped_storage().nbytes() for v in names]
         first = {one: n for n, (one, _) in reversed([*enumerate(memory)])}
-        kept = [n for one, n in first.items() if one in saved]
         made = [values[v][0] for v in names if v not in step.reads and values[v][0].requires_grad]
         ends: list[Any] = [(get_gradient_edge(x), torch.empty_like(x)) for x in made]
         ends += found.outputs if step.asks else []
@@ -101,7 +96,8 @@ class _Alone(Predicted):
             one.clear()
         outputs, grads = [end for end, _ in ends], [grad for _, grad in ends]
         base = peak.most = peak.now
-        keeps = base - sum(grad.nbytes for grad in grads) - sum(memory[n][1] for n in kept)
+        kept = [n for n in first.values() if memory[n][1]() is not None]
+        keeps = base - sum(grad.nbytes for grad in grads) - sum(sizes[n] for n in kept)
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
         views = {n: first[one] for n, (one, _) in enumerate(memory) if first[one] < n}

@@ -82,7 +82,7 @@ def test_noise_that_is_drawn_after_it_was_saved(monkeypatch: pytest.MonkeyPatch)
     net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.RReLU(), nn.Conv2d(8, 8, 3), nn.RReLU(), nn.Conv2d(8, 2, 3))
     x, found = torch.randn(2, 8, 24, 20).requires_grad_(), []
     for begins in ([0], [0, 2, 4]):
-        monkeypatch.setattr(StepAtOnce, "_all", lambda self, begins=begins: [self._of_parts(begins, True)])
+        monkeypatch.setattr(StepAtOnce, "_all", lambda self, most=None, begins=begins: [self._of_parts(begins, True)])
         torch.manual_seed(3)
         y = pc.tile(net, x, budget="1GiB")
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *net.parameters()])])
@@ -97,7 +97,7 @@ def test_gradients_at_once_are_those_of_one_call(name: str, parts: int, monkeypa
     net, given = SMALL[name]().double(), images(1, 2, (26, 19))
     stock = copy.deepcopy(net)
     begins = [0, 1, 2, 3][: max(parts, 1)]
-    monkeypatch.setattr(StepAtOnce, "_all", lambda self: [self._of_parts(begins, parts > 0)])
+    monkeypatch.setattr(StepAtOnce, "_all", lambda self, most=None: [self._of_parts(begins, parts > 0)])
     plan = pc.tile_plan(net, given[0], budget="1GiB")
     assert plan.at_once and plan.in_lean == (parts > 0) and plan.parts == begins
     expected = graded(stock, given, stock), list(stock.buffers())
@@ -118,7 +118,7 @@ def test_dropout_does_not_depend_on_the_budget(monkeypatch: pytest.MonkeyPatch) 
 
     expected = stepped("1GiB")
     assert_alike(stepped("1MiB"), expected)
-    monkeypatch.setattr(StepAtOnce, "_all", lambda self: [self._of_parts([0, 2, 3], True)])
+    monkeypatch.setattr(StepAtOnce, "_all", lambda self, most=None: [self._of_parts([0, 2, 3], True)])
     assert_alike(stepped("1GiB"), expected)
 
 
