@@ -30,7 +30,7 @@ from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import Reaches
-from .strip_sizes import step_work, strip_bytes
+from .strip_sizes import step_work, strip_bytes, strip_step_work
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
 MOST_CUT = 2**16
@@ -388,9 +388,18 @@ class Planner:
 
     def work(self, stored: set[int], choice: Choice) -> float:
         """The same, with what each strip of a step costs."""
-        sweeps = self.sweeps(stored, choice)
-        steps = sum(len(sweep.steps) * sweep.strips * sweep.bands for sweep in sweeps) // self.outside.ranks
+        steps = self._steps(self.sweeps(stored, choice))
         return self.whole_flops(stored) + steps * step_work(self.graph)
+
+    def _steps(self, sweeps: list[Sweep]) -> int:
+        """Of all strips, those that compute rows."""
+        count = (sweep.bands * sum(low < high for low, high in step.rows) for sweep in sweeps for step in sweep.steps)
+        return sum(count) // self.outside.ranks
+
+    def overhead(self, sweeps: list[Sweep]) -> float:
+        """About what the steps of strips cost besides their arithmetic, in units of one call."""
+        call = self.whole_flops(self.everything_stored())
+        return self._steps(sweeps) * strip_step_work(self.graph) / max(call, 1)
 
     def call_flops(self, place: int) -> float:
         if place not in self._flops:

@@ -20,6 +20,10 @@ RECORDING = 8 * 1024
 """Bytes that planning itself takes for a while: the state of torch's random generator."""
 
 
+SAID = 0.1
+"""Of one call's time: what steps cost besides their arithmetic is said where it is this much."""
+
+
 @dataclass
 class Stretch:
     """Sweeps `begin` to `end`, whose stored values are there together when the backward pass goes over them."""
@@ -69,7 +73,7 @@ class TilePlan:
     backward: float = 0.0
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
     overhead: float = 0.0
-    """What the steps of its tiles cost besides, estimated in the same units."""
+    """What the steps of strips and tiles cost besides, estimated in the same units."""
     parts: list[int] = field(default_factory=list)
     """At once, with gradients: the calls at which parts begin. All but the last are checkpoints."""
     in_lean: bool = False
@@ -103,6 +107,9 @@ class TilePlan:
             lines.append(f"budget      {format_bytes(self.budget)}")
         more = f", and {self.backward:.2f} in the backward pass (stock: about 2)" if self.tiles else ""
         lines.append(f"arithmetic  {self.arithmetic:.2f} of one call's{more}")
+        if self.overhead >= SAID:
+            steps = "strips and tiles" if self.tiles else "strips"
+            lines.append(f"overhead    about {self.overhead:.1f} of one call's time, for the steps of {steps}")
         if self.stored:
             lines.append(
                 f"stored      {_count(len(self.stored), 'value')} between sweeps, {format_bytes(self.stored_most)} at "

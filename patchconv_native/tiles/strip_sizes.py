@@ -13,8 +13,9 @@ STRIP, STRIP_OF_GPU = 16 * MIB, 512 * MIB
 that a call's work takes longer than to launch it."""
 STEP_OF_GPU = 2e10
 """A GPU's arithmetic in the time that it takes to launch a step: 0.6 ms of an H100, float32."""
-STEP_OF_TILE = 4e7
-"""A CPU's arithmetic in about a millisecond: what a step of a tile in a backward pass costs besides its own."""
+STEP_OF_STRIP, STEP_OF_TILE = 2e7, 4e7
+"""A CPU's arithmetic in about half a millisecond and a millisecond: what a step of a strip, and of a tile in a backward
+pass, costs besides its own."""
 STRIPS_OF_TILE = 4
 """What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 
@@ -29,8 +30,13 @@ def tile_step_work(graph: Graph) -> float:
     return STEP_OF_TILE if graph.device.type == "cpu" else 2 * STEP_OF_GPU
 
 
+def strip_step_work(graph: Graph) -> float:
+    """What a step of a strip costs besides its arithmetic, in the same units."""
+    return STEP_OF_STRIP if graph.device.type == "cpu" else STEP_OF_GPU
+
+
 def step_work(graph: Graph) -> float:
-    """What a strip of a step costs besides its arithmetic, in the same units."""
+    """The same, as far as strips are chosen by it: a CPU takes those that fit into its caches."""
     return 0.0 if graph.device.type == "cpu" else STEP_OF_GPU
 
 

@@ -111,6 +111,7 @@ class Strips:
             os.fspath(wishes.outside.store), self._result, wishes.name, wishes.outside,
             dict.fromkeys(range(planner.count + 1), self._tiles()) if planner.graph.needs else {},
             [Stretch(0, planner.count + 1)], frozenset(range(planner.count + 1)), planner.reaches,
+            overhead=planner.overhead(sweeps),
         )  # fmt: skip
 
     def _of_wish(self) -> list[Fraction]:
