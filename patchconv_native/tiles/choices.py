@@ -30,7 +30,7 @@ from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
 from .outside import Outside
 from .reach import Reaches
-from .strip_sizes import step_work, strip_bytes, strip_step_work
+from .strip_sizes import STEP_OF_CALL, step_work, strip_bytes, strip_step_work
 from .sweeps import Step, Sweep, bytes_of, cut_into, leading_to, sweep_count, values_needed
 
 MOST_CUT = 2**16
@@ -398,8 +398,11 @@ class Planner:
 
     def overhead(self, sweeps: list[Sweep]) -> float:
         """About what the steps of strips cost besides their arithmetic, in units of one call."""
-        call = self.whole_flops(self.everything_stored())
-        return self._steps(sweeps) * strip_step_work(self.graph) / max(call, 1)
+        return self._steps(sweeps) * strip_step_work(self.graph) / self.call_work()
+
+    def call_work(self) -> float:
+        """The arithmetic of one call of the module, with what its functions cost besides."""
+        return self.whole_flops(self.everything_stored()) + STEP_OF_CALL * len(self.graph.calls)
 
     def call_flops(self, place: int) -> float:
         if place not in self._flops:

@@ -297,7 +297,7 @@ class Graded(Bands):
         return dataclasses.replace(
             plan, tiles=tiles, stretches=stretches, apart=route.apart, margin=margin, peak=peak,
             backward=(self._arithmetic(route, tiles) - self._exact.whole_flops(route.stored)) / call,
-            overhead=plan.overhead + self._overhead(route, tiles) / call,
+            overhead=plan.overhead + self._overhead(route, tiles) / self._exact.call_work(),
         )  # fmt: skip
 
     @functools.cached_property

@@ -96,13 +96,19 @@ def kinds_of(graph: Graph, dims: Sequence[int]) -> Kinds:
     """dims: along which dimensions the graph's inputs are cut: into strips, and, from the second on, into bands.
     NotServed for a function without a rule.
     """
+    kinds = kinds_of_inputs(graph, dims)
+    for call in graph.calls:
+        add_call(graph, kinds, call)
+    kinds.alike = _alike(graph, kinds)
+    return kinds
+
+
+def kinds_of_inputs(graph: Graph, dims: Sequence[int]) -> Kinds:
+    """Those to which calls are added."""
     kinds = Kinds(others=[Kinds(f"dimension {dim}") for dim in dims[1:]])
     for one, dim in zip(kinds.axes, dims, strict=True):
         one.dims = dict.fromkeys(graph.inputs, dim)
     kinds.level = dict.fromkeys(graph.inputs, 0)
-    for call in graph.calls:
-        _add(graph, kinds, call)
-    kinds.alike = _alike(graph, kinds)
     return kinds
 
 
@@ -122,7 +128,7 @@ def parted(graph: Graph, kinds: Kinds, begins: Sequence[int]) -> Kinds:
     return found
 
 
-def _add(graph: Graph, kinds: Kinds, call: Call) -> None:
+def add_call(graph: Graph, kinds: Kinds, call: Call) -> None:
     number = len(kinds.start)
     start = max((kinds.level[v] for v in call.inputs), default=0)
     cut = [v for v in call.inputs if v in kinds.dims]

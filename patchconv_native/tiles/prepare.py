@@ -1,7 +1,8 @@
 """What is found of a recorded graph from the dimension along which it is cut.
 
-What was computed whole and has the shape of an image again, as after attention over all frames of a video, is cut from
-there on. Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip.
+What was computed whole and has the shape of an image or of a cut value again, as after attention over all frames of a
+video, a shift of windows or a Fourier transform, is cut from there on.
+Attention over the image: keys and values are there whole, and the queries' rows are computed strip by strip.
 Dropout: the mask is made row by row along that dimension, so that it is the same in strips, in bands and at once.
 """
 
@@ -22,13 +23,18 @@ from ..spatial.dropout import dropout_by_seed
 from ..spatial.operands import aligned, wrap
 from ..spatial.rules import NotServed, rule
 from .graph import Call, Graph, Ref
-from .kinds import ON_WHOLE, Kinds, kinds_of
+from .kinds import ON_WHOLE, Kinds, add_call, kinds_of, kinds_of_inputs
 
 _NAMES = ("query", "key", "value")
 _MOVES = {
     "permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "unflatten", "contiguous",
 }  # fmt: skip
 """Functions by which tokens become an image."""
+_MIXES = {
+    "roll", "flip", "cumsum", "cumprod", "grid_sample", "fft_irfft", "fft_irfft2", "fft_irfftn", "fft_fftshift",
+    "fft_ifftshift",
+}  # fmt: skip
+"""Functions that may read any place for each, and whose results have the shape of an image again."""
 
 
 def keys_or_values(x: Tensor) -> Tensor:
@@ -48,7 +54,7 @@ ON_WHOLE.add(keys_or_values)
 
 
 def cut_again(x: Tensor, image: Tensor) -> Tensor:
-    """A value that was computed whole, from here on in parts as those of the image."""
+    """A value that was computed whole, from here on in parts as those of the image, or of another cut value."""
     return x
 
 
@@ -65,7 +71,7 @@ def prepare_for_rows(graph: Graph, dims: Sequence[int]) -> None:
     functions = {call.function for call in graph.calls}
     if F.scaled_dot_product_attention in functions:
         _prepare_attention(graph, kinds_of(graph, dims[:1]))
-    if any(_image_again(graph, call, dims) is not None for call in graph.calls):
+    if any(call.name in _MIXES or _image_again(graph, call, dims) is not None for call in graph.calls):
         _cut_again_where_whole(graph, dims)
     if dropout_by_seed in functions:
         dim_of = kinds_of(graph, dims[:1]).dims
@@ -105,28 +111,37 @@ def _image_again(graph: Graph, call: Call, dims: Sequence[int]) -> Ref | None:
     return next((Ref(v) for v in graph.inputs if alike(v) and graph.fakes[v].device == made.device), None)
 
 
+def _value_again(graph: Graph, call: Call, cut: Sequence[int]) -> Ref | None:
+    """A cut value that has the shape of the call's result, if its function mixes places: its argument, or the last."""
+    if call.name not in _MIXES or len(call.outputs) != 1:
+        return None
+    made = graph.fakes[call.outputs[0]]
+    some = [*(v for v in call.inputs if v in cut), *reversed(cut)]
+    return next((Ref(v) for v in some if graph.fakes[v].shape == made.shape), None)
+
+
 def _cut_again_where_whole(graph: Graph, dims: Sequence[int]) -> None:
-    done: set[int] = set()
-    while True:
-        dim_of = kinds_of(graph, dims[:1]).dims
-        whole = (place for place, call in enumerate(graph.calls) if done.union(dim_of).isdisjoint(call.outputs))
-        images = ((place, _image_again(graph, graph.calls[place], dims)) for place in whole)
-        place, image = next((one for one in images if one[1] is not None), (0, None))
-        if image is None:
-            return
-        call = graph.calls[place]
-        graph.fakes.append(graph.fakes[call.outputs[0]])
-        old, new = call.outputs[0], Ref(len(graph.fakes) - 1)
-        done.add(old)
-        again = Call(cut_again, (Ref(old), image), {}, call.module, call.autocast, new, call.history)
-        later = [_renamed(one, old, new) for one in graph.calls[place + 1 :]]
-        graph.calls = [*graph.calls[: place + 1], again, *later]  # what follows is in parts now
+    kinds, calls, given = kinds_of_inputs(graph, dims[:1]), list[Call](), dict[int, Ref]()
+    last = {v: place for place, call in enumerate(graph.calls) for v in call.inputs}
+    for place, call in enumerate(graph.calls):
+        calls.append(_renamed(call, given))
+        add_call(graph, kinds, calls[-1])
+        (old, *more), image = calls[-1].outputs or [-1], None
+        if not more and old not in kinds.dims and last.get(old, 0) > place:
+            image = _value_again(graph, calls[-1], [*kinds.dims]) or _image_again(graph, calls[-1], dims)
+        if image is not None:
+            graph.fakes.append(graph.fakes[old])
+            given[old] = new = Ref(len(graph.fakes) - 1)
+            calls.append(Call(cut_again, (Ref(old), image), {}, call.module, call.autocast, new, call.history))
+            add_call(graph, kinds, calls[-1])
+    graph.calls = calls
 
 
-def _renamed(call: Call, old: int, new: Ref) -> Call:
-    if old not in call.inputs:
+def _renamed(call: Call, given: dict[int, Ref]) -> Call:
+    """With other values in place of these."""
+    if given.keys().isdisjoint(call.inputs):
         return call
-    args, kwargs = tree_map_only(Ref, lambda ref: new if ref.index == old else ref, (call.args, call.kwargs))
+    args, kwargs = tree_map_only(Ref, lambda ref: given.get(ref.index, ref), (call.args, call.kwargs))
     return dataclasses.replace(call, args=args, kwargs=kwargs, in_place=None)
 
 

@@ -16,6 +16,8 @@ STEP_OF_GPU = 2e10
 STEP_OF_STRIP, STEP_OF_TILE = 2e7, 4e7
 """A CPU's arithmetic in about half a millisecond and a millisecond: what a step of a strip, and of a tile in a backward
 pass, costs besides its own."""
+STEP_OF_CALL = 1e6
+"""The same of a call of a function, outside of strips."""
 STRIPS_OF_TILE = 4
 """What a tile of the backward pass has of the largest value, in strips, where speed alone counts."""
 
