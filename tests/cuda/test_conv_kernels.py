@@ -27,6 +27,8 @@ KINDS = {
 }
 LAYOUTS = pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 TILES = pytest.mark.parametrize(("dtype", "strict"), KINDS["conv_tiles"])
+OF_TILES = [(*kind, layout) for kind in KINDS["conv_tiles"] for layout in ("NCHW", "NHWC")]
+TILES_AND_LAYOUTS = pytest.mark.parametrize(("dtype", "strict", "layout"), todays(OF_TILES, 3))
 
 # Of each kernel's random problems: the most places along depth, rows and columns; kernel sizes, strides, dilations.
 DRAWN = {
@@ -71,7 +73,7 @@ def problem(choose: random.Random, kernel: str, dims: int, mode: str, pass_: str
             return found
 
 
-@pytest.mark.parametrize(("kernel", "pass_", "mode"), todays(SUMS))
+@pytest.mark.parametrize(("kernel", "pass_", "mode"), todays(SUMS, 3))
 def test_sums(kernel, pass_, mode):
     choose = random.Random(f"{SWEEP_SEED}{kernel}{mode}{pass_}")
     torch.manual_seed(choose.randint(0, 999))
@@ -134,8 +136,7 @@ def test_refusals(kernel, p, dtype, layout):
         kernels.run([case(p, "small", dtype, layout).call(kernel)])
 
 
-@TILES
-@LAYOUTS
+@TILES_AND_LAYOUTS
 def test_several_chunks_tiles_and_outputs(layout, dtype, strict):
     """More channels than a chunk, more outputs than a warp's and a block's, more rows and columns than a tile."""
     chunk = 16 if dtype == FLOAT else 32
@@ -183,8 +184,7 @@ def test_tiles_over_small_images(pass_, layout, kind):
     check_all("conv_tiles", cases)
 
 
-@TILES
-@LAYOUTS
+@TILES_AND_LAYOUTS
 def test_images_together_as_alone(layout, dtype, strict):
     """The same bits whatever images a batch has, and whatever part of the outputs is computed."""
     torch.manual_seed(12)

@@ -4,6 +4,7 @@ barrier between them (tests/host_cuda/races.h). And mistakes of this kind that t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from support import kernels
 from support.conv_kernels import Problem, case
 from support.kernels import Call
-from support.pairs import FULL
+from support.pairs import FULL, todays
 
 pytestmark = pytest.mark.skipif(bool(kernels.HOW), reason="runs the program that it needs itself")
 
@@ -36,9 +37,9 @@ def calls(dtype: torch.dtype, layout: str) -> list[Call]:
     ]
 
 
-@pytest.mark.parametrize("shared", [99, 227])
-@pytest.mark.parametrize("how", ["races", "races at-once"])
-@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(
+    ("layout", "how", "shared"), todays(itertools.product(["NCHW", "NHWC"], ["races", "races at-once"], [99, 227]), 3)
+)
 def test_convolutions(layout: str, how: str, shared: int) -> None:
     """Whether asynchronous copies arrive early or late, the results have the same bits."""
     for dtype in (torch.float16, torch.float32) if FULL else (torch.float16,):
