@@ -55,6 +55,7 @@ class Differentiated:
             return
         outputs, grads = zip(*self.outputs, strict=True)
         self.outputs.clear()
+        added = [leaf for leaf, add in self.leaves if add is None and leaf.grad is None]
         # Not autograd.grad: all gradients of weights would be there at once beside their sums.
         torch.autograd.backward(outputs, grads, inputs=[leaf for leaf, _ in self.leaves])
         del outputs, grads
@@ -62,6 +63,9 @@ class Differentiated:
             if add is not None and leaf.grad is not None:
                 grad, leaf.grad = leaf.grad, None
                 add(grad)
+        for leaf in added:  # torch keeps views as they are, also of what another one's gradient is a view of
+            if leaf.grad is not None:
+                leaf.grad = leaf.grad.clone()
 
 
 class Backward:

@@ -40,6 +40,10 @@ class Cost:
     """Bytes of its result, or of its share of a number of the whole image."""
     flops: int
 
+    def times(self, part: float, asks: int) -> Cost:
+        """About that of so many times larger a part. A share of a number of the whole image is as large for each."""
+        return Cost(math.ceil(self.peak * part), self.result if asks else math.ceil(self.result * part), self.flops)
+
 
 BLOCKS = {"cuda": 512}
 """A device's allocator gives out multiples of so many bytes."""
@@ -70,7 +74,10 @@ def part_bytes(graph: Graph, kinds: Kinds, v: int, region: Region) -> int:
     return math.prod(box_shape(graph, kinds, v, region)) * graph.fakes[v].dtype.itemsize
 
 
-Known = dict[tuple[Any, ...], Cost]
+EXACT = 4
+"""Of strips of so many rows it is found what each number of rows takes, also where it is asked for roughly."""
+Known = dict[tuple[Any, ...], tuple[int, Cost]]
+"""How many rows were looked at, and what they take."""
 Boxes = dict[int, list[Region]]
 
 
@@ -84,7 +91,7 @@ def rough_cost(graph: Graph, kinds: Kinds, step: Step, known: Known) -> Cost:
     share = max(places(box) for box in step.across) / places(whole)
     for v, boxes in step.reads_across.items():
         share = max(share, max(places(box) for box in boxes) / places(wholes[v][1:]))
-    return Cost(math.ceil(cost.peak * share), cost.result if step.asks else math.ceil(cost.result * share), cost.flops)
+    return cost.times(share, step.asks)
 
 
 def places(box: Region) -> int:
@@ -107,10 +114,13 @@ def cost_of(graph: Graph, kinds: Kinds, step: Step, known: Known, made: Boxes, r
         strips.setdefault((lengths[strip], reads, border), strip)
     costs = []
     for (one, strip), (other, band) in _pairs(strips, _telling_bands(graph, kinds, step, made)):
-        key = *(kinds.alike[place] for place in step.calls), step.asks, one, other
+        rows = lengths[strip]
+        size = ("about", round(2 * math.log2(rows)), one[2]) if rough and rows > EXACT else one
+        key = *(kinds.alike[place] for place in step.calls), step.asks, size, other
         if key not in known:
-            known[key] = _measured(graph, kinds, step, strip, band, made)
-        costs.append(known[key])
+            known[key] = rows, _measured(graph, kinds, step, strip, band, made)
+        of, cost = known[key]
+        costs.append(cost if rows == of else cost.times(rows / of, step.asks))
     return Cost(max(one.peak for one in costs), max(one.result for one in costs), max(one.flops for one in costs))
 
 
