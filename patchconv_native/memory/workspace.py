@@ -274,18 +274,32 @@ def _backward(
     peak = there = 0
     masked = 0 if a.get("bits") is None else grad.nbytes  # a gradient with its bits applied is another tensor
     if device == "cpu":
-        asked = [place in found and found[place][1] for place in (0, 1)]
+        conv = _conv(a, size, shape, grad.shape, grad.dtype, last)
+        by_itself = a["ours"] and input is None and 0 in found and found[0][1]  # the input was not kept
+        asked = [place in found and found[place][1] and not (by_itself and place == 0) for place in (0, 1)]
         asked.append(wanted[2] and (asked[1] or not a["ours"]))
         there = sum(one for one, of in zip(sizes, asked, strict=True) if of)
-        conv = _conv(a, size, shape, grad.shape, grad.dtype, last)
         peak = there + gradients_bytes(conv, asked) + _copied((grad, input, weight), last)
-        found = {place: one for place, one in found.items() if not one[1]}
-        if 0 in found:
+        if 0 in found and not found[0][1]:
             found[0] = found[0][0] + of_a_gradients_tile(conv), False
+        elif by_itself:
+            alone = max(forward_bytes(conv.turned()), gradients_bytes(conv, [True, False, False]), _by_groups(conv))
+            found[0] = _copied((grad, weight), last) + alone, False
+        found = {place: one for place, one in found.items() if not one[1]}
     for place, (bytes_, _) in found.items():
         there += sizes[place]
         peak = max(peak, there + bytes_)
     return max(0, peak - there) + masked
+
+
+def _by_groups(conv: Conv) -> int:
+    """The columns of a group, where oneDNN may fill them for an input's gradient by a convolution of its own."""
+    large = conv.dilated and min(conv.weight[2:]) > 3
+    if conv.depthwise or not (conv.groups > 1 or large):
+        return 0
+    big, small = (conv.output, conv.input) if conv.transposed else (conv.input, conv.output)
+    columns = big[1] // conv.groups * conv.taps * math.prod(small[2:]) * conv.dtype.itemsize
+    return torch.get_num_threads() * columns
 
 
 def _planned(

@@ -67,7 +67,7 @@ def _plain_dropout(input: SpatialTensor, p: float = 0.5, training: bool = True, 
 
 def _channel_dropout(name: str, dims: int) -> Callable[..., Tensor]:
     def serve(input: SpatialTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if input.dim() != dims + 2:
+        if training and input.dim() != dims + 2:
             raise refuse(name, f"it takes (N, C, {SIZES[dims]})")
         return _dropout(input, p, training, inplace, True)
 

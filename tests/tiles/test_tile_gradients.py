@@ -444,3 +444,21 @@ def test_made_weights_in_steps_without_an_update(norm: Callable[[nn.Module], nn.
             one(x).square().sum().backward()
     for p, q in zip(module.parameters(), tiled.parameters(), strict=True):
         assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d, lambda c: nn.GroupNorm(2, c), lambda c: nn.InstanceNorm2d(c, affine=True)]
+)
+def test_gradients_that_are_views_of_one(norm: Callable[[int], nn.Module]) -> None:
+    """Of a tile of one place, the biases' gradients are what the sum's gradient is: autograd keeps it for both."""
+    torch.manual_seed(0)
+    one, other = (nn.Sequential(conv(2, 4, bias=False), norm(4)) for _ in range(2))
+    module = Function(lambda one, other, x: torch.relu(one(x) + other(x)), one, other).double()
+    x, weight = structured((1, 2, 5, 4)), torch.randn(1, 4, 5, 4, dtype=torch.float64)
+    kept = weight.clone()
+    got, want = (
+        torch.autograd.grad((call(x) * weight).sum(), [*module.parameters()])
+        for call in (lambda x: pc.tile(module, x, tile=(1, 1)), module)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+    assert torch.equal(weight, kept)

@@ -96,6 +96,25 @@ def test_a_training_step_keeps_its_budget(name: str, asked: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "groups", "dtype"), [(3, 1, torch.float32), (3, 2, torch.float32), (3, 1, torch.float64)]
+)
+def test_frozen_convolutions_keep_a_budget(kernel: int, groups: int, dtype: torch.dtype) -> None:
+    """Their inputs are not kept: the way back to them is a convolution of its own."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(c, 24, 1), nn.BatchNorm2d(24), nn.ReLU()) for c in (3, 24)]
+    net = nn.Sequential(*layers, nn.Conv2d(24, 6, kernel, padding=kernel // 2, groups=groups)).to(dtype)
+    for one in net.modules():
+        if isinstance(one, nn.Conv2d):
+            one.weight.requires_grad_(False)
+    x = structured((2, 3, 90, 70)).to(dtype)
+    theirs, _ = stepped(copy.deepcopy(net), x, copy.deepcopy(net))
+    for part in (4, 6):
+        model = copy.deepcopy(net)
+        peak, _ = stepped(model, x, lambda x, model=model, part=part: pc.tile(model, x, budget=theirs // part))
+        assert peak <= theirs // part
+
+
 class Tokens(nn.Module):
     """Blocks of attention between all places, which get their values whole."""
 
