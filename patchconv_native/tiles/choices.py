@@ -402,7 +402,7 @@ class Planner:
 
     def call_work(self) -> float:
         """The arithmetic of one call of the module, with what its functions cost besides."""
-        return self.whole_flops(self.everything_stored()) + STEP_OF_CALL * len(self.graph.calls)
+        return self.whole_flops(self.everything_stored()) + STEP_OF_CALL * max(len(self.graph.calls), 1)
 
     def call_flops(self, place: int) -> float:
         if place not in self._flops:
