@@ -43,6 +43,17 @@ def gradients_bytes(conv: Conv, wanted: Sequence[bool]) -> int:
     return max(0, peak - sum(one for one, asked in zip(sizes, wanted, strict=True) if asked))
 
 
+def turned_bytes(conv: Conv) -> int:
+    """The workspace of the input's gradient by a convolution of its own, as where the input was not kept."""
+    found = max(forward_bytes(conv.turned()), gradients_bytes(conv, [True, False, False]))
+    large = conv.dilated and min(conv.weight[2:]) > 3
+    if conv.depthwise or not (conv.groups > 1 or large):
+        return found
+    big, small = (conv.output, conv.input) if conv.transposed else (conv.input, conv.output)
+    columns = big[1] // conv.groups * conv.taps * math.prod(small[2:])  # oneDNN may fill them for each thread
+    return max(found, torch.get_num_threads() * columns * conv.dtype.itemsize)
+
+
 def onednn_bytes(conv: Conv) -> int:
     """The same, of one that oneDNN computes."""
     conv = conv.as_image()

@@ -16,7 +16,7 @@ from .. import _library
 from ..settings import all_settings
 from . import cpu_operators
 from .cpu_conv_calls import Conv
-from .cpu_convs import forward_bytes, gradients_bytes, of_a_gradients_tile, of_a_tile, onednn_bytes
+from .cpu_convs import forward_bytes, gradients_bytes, of_a_gradients_tile, of_a_tile, onednn_bytes, turned_bytes
 
 _C = _library.load()
 _aten = torch.ops.aten
@@ -283,23 +283,12 @@ def _backward(
         if 0 in found and not found[0][1]:
             found[0] = found[0][0] + of_a_gradients_tile(conv), False
         elif by_itself:
-            alone = max(forward_bytes(conv.turned()), gradients_bytes(conv, [True, False, False]), _by_groups(conv))
-            found[0] = _copied((grad, weight), last) + alone, False
+            found[0] = _copied((grad, weight), last) + turned_bytes(conv), False
         found = {place: one for place, one in found.items() if not one[1]}
     for place, (bytes_, _) in found.items():
         there += sizes[place]
         peak = max(peak, there + bytes_)
     return max(0, peak - there) + masked
-
-
-def _by_groups(conv: Conv) -> int:
-    """The columns of a group, where oneDNN may fill them for an input's gradient by a convolution of its own."""
-    large = conv.dilated and min(conv.weight[2:]) > 3
-    if conv.depthwise or not (conv.groups > 1 or large):
-        return 0
-    big, small = (conv.output, conv.input) if conv.transposed else (conv.input, conv.output)
-    columns = big[1] // conv.groups * conv.taps * math.prod(small[2:]) * conv.dtype.itemsize
-    return torch.get_num_threads() * columns
 
 
 def _planned(

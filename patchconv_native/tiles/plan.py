@@ -73,7 +73,7 @@ class TilePlan:
     backward: float = 0.0
     """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
     overhead: float = 0.0
-    """What the steps of strips and tiles cost besides, estimated in the same units."""
+    """About what the steps of strips and tiles cost besides, in units of one call's time."""
     parts: list[int] = field(default_factory=list)
     """At once, with gradients: the calls at which parts begin. All but the last are checkpoints."""
     in_lean: bool = False

@@ -111,7 +111,7 @@ def _image_again(graph: Graph, call: Call, dims: Sequence[int]) -> Ref | None:
     return next((Ref(v) for v in graph.inputs if alike(v) and graph.fakes[v].device == made.device), None)
 
 
-def _value_again(graph: Graph, call: Call, cut: Sequence[int]) -> Ref | None:
+def _value_again(graph: Graph, call: Call, cut: dict[int, int]) -> Ref | None:
     """A cut value that has the shape of the call's result, if its function mixes places: its argument, or the last."""
     if call.name not in _MIXES or len(call.outputs) != 1:
         return None
@@ -128,7 +128,7 @@ def _cut_again_where_whole(graph: Graph, dims: Sequence[int]) -> None:
         add_call(graph, kinds, calls[-1])
         (old, *more), image = calls[-1].outputs or [-1], None
         if not more and old not in kinds.dims and last.get(old, 0) > place:
-            image = _value_again(graph, calls[-1], [*kinds.dims]) or _image_again(graph, calls[-1], dims)
+            image = _value_again(graph, calls[-1], kinds.dims) or _image_again(graph, calls[-1], dims)
         if image is not None:
             graph.fakes.append(graph.fakes[old])
             given[old] = new = Ref(len(graph.fakes) - 1)

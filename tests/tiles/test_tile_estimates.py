@@ -55,8 +55,9 @@ def test_estimates_are_near_what_tiles_take(name: str, monkeypatch: pytest.Monke
 
     def sweep(self: BackwardCosts, stored: set[int], number: int, shares: list[Fraction], *asked: bool) -> int:
         taken = exact(self, stored, number, shares, *asked)
-        about = estimates.setdefault(id(self), Estimates(self)).sweep(stored, number, shares, *asked)
-        looked_at.append((about, taken))
+        if id(self) not in estimates:
+            estimates[id(self)] = Estimates(self)
+        looked_at.append((estimates[id(self)].sweep(stored, number, shares, *asked), taken))
         return taken
 
     monkeypatch.setattr(BackwardCosts, "sweep", sweep)
