@@ -122,3 +122,19 @@ def test_gradients_of_attention(shape: tuple[int, ...], dtype: torch.dtype) -> N
         assert predicted == measured
     else:
         assert 0.99 < predicted / measured <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kernel", "groups", "dilation"), [(3, 1, 1), (3, 2, 1), (3, 1, 2), (5, 1, 2)])
+def test_the_way_back_through_frozen_weights(kernel: int, groups: int, dilation: int, dtype: torch.dtype) -> None:
+    """Their inputs are not kept. It may be predicted higher where weights are in groups or read far apart."""
+    x = torch.randn(1, 24, 46, 36, dtype=dtype).requires_grad_()
+    weight = torch.randn(8, 24 // groups, kernel, kernel, dtype=dtype)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.patchconv.conv2d(x, weight, None, [1, 1], [1, 1], [dilation] * 2, groups)
+        return torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    predicted, measured = peaks(call, x, weight)
+    assert measured <= 1.02 * predicted
+    assert groups > 1 or dilation > 1 or predicted <= 1.05 * measured
