@@ -25,6 +25,7 @@ from .costs import (
     sweep_peak,
     whole_cost,
     whole_rows,
+    widest_band,
 )
 from .graph import Graph
 from .kinds import Kinds, Region, Time, calls_between, last_uses, on_whole, whole_region
@@ -39,6 +40,8 @@ MOST_STRIPS = 4096
 """Strips of a sweep, at most: a taller image is rather cut into bands than into thinner strips."""
 BISECTED = 2
 """So often the number of strips is bisected between one that fits and its half, where strips cost something."""
+VAIN, GAIN = 2, 0.99
+"""So often in turn the number of strips is doubled in vain: none of them needs less than this share of the bytes."""
 THINNEST = 8
 """Rows of the tallest value that a strip has at least, as long as the budget allows it: thinner ones cost time."""
 
@@ -87,6 +90,8 @@ class Learned:
     needed: dict[tuple[int, frozenset[int]], Sweep] = field(default_factory=dict)
     flops: dict[int, float] = field(default_factory=dict)
     whole_costs: dict[int, int] = field(default_factory=dict)
+    reaches: list[Reaches] = field(default_factory=list)
+    """Of each axis."""
 
 
 @dataclass
@@ -131,7 +136,9 @@ class Planner:
         self._cut: dict[tuple[Any, ...], Sweep] = {}
         self._found: dict[tuple[Any, ...], _Found] = {}
         self._made = {v: place for place, call in enumerate(graph.calls) for v in call.outputs}
-        self.reaches = [Reaches(graph, axis) for axis in kinds.axes]
+        self._between = [calls_between(graph, kinds, number) for number in range(self.count + 1)]
+        self.reaches = learned.reaches or [Reaches(graph, axis) for axis in kinds.axes]
+        learned.reaches = self.reaches
 
     def _last_uses(self, bases: list[Sweep]) -> dict[int, Time]:
         whole = {v for v in self.results if v not in self.kinds.dims}
@@ -183,12 +190,10 @@ class Planner:
         while len(self._cut) > 1 and sum(one.strips * len(one.steps) for one in self._cut.values()) > MOST_CUT:
             del self._cut[next(iter(self._cut))]
         sweep = dataclasses.replace(sweep, frees=base.frees)
-        return sweep, [self._cost(step, sweep) for step in sweep.steps]
-
-    def _cost(self, step: Step, sweep: Sweep) -> Cost:
         if self.rough:
-            return rough_cost(self.graph, self.kinds, step, self._known)
-        return cost_of(self.graph, self.kinds, step, self._known, sweep.made)
+            band = widest_band(sweep)
+            return sweep, [rough_cost(self.graph, self.kinds, step, self._known, band) for step in sweep.steps]
+        return sweep, [cost_of(self.graph, self.kinds, step, self._known, sweep.made) for step in sweep.steps]
 
     def choose(
         self, stored: set[int], budget: int | None, strips: int | None = None, cuts: Sequence[Cut] = (),
@@ -246,11 +251,11 @@ class Planner:
             if key not in self._found:
                 sweep, costs = self.cut(base, number, patient)
                 after = {v: type(one)(one) for v, one in there.items()}
-                peak = sweep_peak(self.graph, self.kinds, sweep, costs, after, self.outside)
+                peak = sweep_peak(self.graph, self.kinds, sweep, costs, after, self.outside, self.rough)
                 self._found[key] = peak, after, answers_bytes(sweep, costs)
             return (base.number, number, patient), self._found[key]
 
-        too_few = number
+        too_few, vain, goal = number, 0, math.inf
         while True:
             now = look(number, patient)
             if best is None or now[1][0] < best[1][0]:
@@ -259,7 +264,10 @@ class Planner:
                 return best
             if now[1][0] <= budget:
                 return self._fewer(look, now, too_few, budget)
-            if number >= most and not patient:
+            vain = 0 if now[1][0] < goal else vain + (number > too_few)
+            if vain == 0:
+                goal = now[1][0] * GAIN
+            if vain == VAIN or (number >= most and not patient):
                 return best
             too_few = number
             number, patient = number if patient else min(number * 2, most), False
@@ -337,7 +345,7 @@ class Planner:
     def _between_peak(self, number: int, there: Stored, read_later: set[int], last: dict[int, Time]) -> tuple[int, int]:
         """The most bytes while whole values are computed before a sweep, and the call that takes them."""
         most, at, stored = 0, 0, sum(rows.bytes for rows in there.values()) if self.outside.counted else 0
-        for place in calls_between(self.graph, self.kinds, number):
+        for place in self._between[number]:
             costs = self._learned.whole_costs
             if place not in costs:
                 whole = on_whole(self.graph, self.kinds, place)

@@ -81,16 +81,24 @@ Known = dict[tuple[Any, ...], tuple[int, Cost]]
 Boxes = dict[int, list[Region]]
 
 
-def rough_cost(graph: Graph, kinds: Kinds, step: Step, known: Known) -> Cost:
-    """About what `cost_of` finds, from what the strip of the most rows takes in a band as wide as the image."""
+def widest_band(sweep: Sweep) -> int:
+    """About: the one that has the most of the first step's result."""
+    across = sweep.steps[0].across
+    return max(range(sweep.bands), key=lambda band: places(across[band])) if sweep.bands > 1 else 0
+
+
+def rough_cost(graph: Graph, kinds: Kinds, step: Step, known: Known, band: int) -> Cost:
+    """About what `cost_of` finds, from what the strip of the most rows takes in a band as wide as the image. band: of
+    `widest_band`.
+    """
     wholes = {v: whole_region(graph, kinds, v) for v in step.reads}
     outputs = [v for v in graph.calls[step.call].outputs if v in kinds.dims]
     whole = whole_region(graph, kinds, outputs[0])[1:] if outputs else next(iter(wholes.values()))[1:]
     there = {v: [region[1:]] for v, region in wholes.items()}
     cost = cost_of(graph, kinds, dataclasses.replace(step, across=[whole], reads_across=there), known, {}, rough=True)
-    share = max(places(box) for box in step.across) / places(whole)
+    share = places(step.across[band]) / places(whole)
     for v, boxes in step.reads_across.items():
-        share = max(share, max(places(box) for box in boxes) / places(wholes[v][1:]))
+        share = max(share, places(boxes[band]) / places(wholes[v][1:]))
     return cost.times(share, step.asks)
 
 
@@ -256,15 +264,24 @@ def whole_rows(graph: Graph, kinds: Kinds, v: int, outside: Outside) -> Any:
     return found
 
 
-def sweep_peak(graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside) -> int:
+def sweep_peak(
+    graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside, rough: bool = False
+) -> int:
     """The most bytes during a sweep, above what is there whole before it (inputs and results).
 
-    costs: of each step. stored: what is there from earlier sweeps; changed to what is there afterwards.
+    costs: of each step. stored: what is there from earlier sweeps; changed to what is there afterwards. rough: of
+    several bands, from the last one and the widest one.
     """
     most, before = 0, sum(rows.bytes for rows in stored.values()) if outside.counted else 0
     alike: dict[Any, tuple[int, int]] = {}
     there, after, each = before, stored, sweep.bands // outside.ranks
-    for band in range(sweep.bands):
+    if rough and each > 1:
+        made = sum(whole_rows(graph, kinds, v, outside).bytes for v in sweep.stores) if outside.counted else 0
+        made += 2 * sum(answers_bytes(sweep, costs)) // outside.ranks  # joined at the end
+        for place, band in enumerate((sweep.bands - 1, widest_band(sweep)), 1):
+            peak, _ = _band_peak(graph, kinds, sweep, band, costs, stored, outside)
+            most = max(most, before + made * (each - place) // each + peak)
+    for band in range(sweep.bands) if most == 0 else ():
         if band % each == 0:
             there = before  # of another rank
         key = tuple(_band_key(graph, kinds, step, band, sweep.made) for step in sweep.steps)

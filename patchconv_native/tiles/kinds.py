@@ -82,6 +82,8 @@ class Kinds:
     """Why a call gets its arguments whole."""
     alike: list[int] = field(default_factory=list)
     """Of each call a number, the same one for calls that differ in the values of parameters alone."""
+    wholes: dict[int, Region] = field(default_factory=dict, repr=False, compare=False)
+    """What `whole_region` has found."""
 
     @property
     def axes(self) -> list[Kinds]:
@@ -267,7 +269,9 @@ def is_empty(region: Region) -> bool:
 
 
 def whole_region(graph: Graph, kinds: Kinds, v: int) -> Region:
-    return tuple((0, graph.fakes[v].size(one.dims[v])) for one in kinds.axes)
+    if v not in kinds.wholes:
+        kinds.wholes[v] = tuple([(0, graph.fakes[v].size(one.dims[v])) for one in kinds.axes])
+    return kinds.wholes[v]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
