@@ -24,6 +24,7 @@ from torch import Tensor
 from ..spatial.parts import precise
 from .backward_tiles import Tiles
 from .chains import run_chain
+from .draws import as_noted
 from .graph import Call, Graph
 from .heap import give_back
 from .kinds import Region, calls_between, is_empty, on_whole, part_of
@@ -245,7 +246,8 @@ class Backward:
                     wholes[v] = self._whole_source(found, v)
                 if call.writes:
                     wholes[call.inputs[0]] = wholes[call.inputs[0]].clone()
-                results = run_whole(_moving_nothing(call), wholes.__getitem__)
+                with as_noted(self._run.drawn.get(place, ())):
+                    results = run_whole(_moving_nothing(call), wholes.__getitem__)
             else:
                 links = Links(wanted=self._is_asked(place))
                 results = from_answers(dataclasses.replace(self._run, whole=wholes), place, links=links)

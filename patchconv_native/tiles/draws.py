@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,24 @@ def _bits(generator: Any) -> _Source:
     return _source(lambda: generator.state, lambda state: setattr(generator, "state", state))
 
 
+def moved(sources: Iterable[_Source]) -> bool:
+    """Whether one is not as it was when it was noted."""
+    return any(pickle.dumps(source.read()) != pickle.dumps(source.before) for source in sources)
+
+
+@contextlib.contextmanager
+def as_noted(sources: Sequence[_Source]) -> Iterator[None]:
+    """Generators are as they were when they were noted, and afterwards as they are now."""
+    now = [source.read() for source in sources]
+    for source in sources:
+        source.write(source.before)
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, now, strict=True):
+            source.write(state)
+
+
 class Draws:
     """The states of generators now, to be put back: the default ones, and those among `values`."""
 
@@ -72,7 +91,7 @@ class Draws:
         numpy = self._numpy
         found = None
         if isinstance(value, torch.Generator):
-            found = _of_torch(value.get_state, value.set_state)
+            found = _of_generator(value)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
             found = _source(value.getstate, value.setstate)
         elif numpy is not None and isinstance(value, numpy.RandomState):
@@ -84,11 +103,21 @@ class Draws:
             self._sources.append(found)
 
     def moved(self) -> bool:
-        return any(pickle.dumps(source.read()) != pickle.dumps(source.before) for source in self._sources)
+        return moved(self._sources)
 
     def put_back(self) -> None:
         for source in self._sources:
             source.write(source.before)
+
+
+def _of_generator(generator: torch.Generator) -> _Source:
+    return _of_torch(generator.get_state, generator.set_state)
+
+
+def sources_of(device: torch.device, arguments: Iterable[Any]) -> list[_Source]:
+    """Those of torch's generators from which a call with these arguments may draw."""
+    given = [_of_generator(one) for one in arguments if isinstance(one, torch.Generator)]
+    return default_sources(device) + given
 
 
 def default_sources(device: torch.device) -> list[_Source]:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..spatial import Range
 from ..spatial.layout import cut_out, in_layout_of, layout
 from ..spatial.norms import TRACKING
 from .arrays import Sink, Source
+from .draws import moved, sources_of
 from .graph import Call, Graph
 from .kinds import (
     Kinds,
@@ -56,6 +58,8 @@ class Run:
     answers: dict[int, list[Tensor]] = field(default_factory=dict)
     moved: dict[int, list[Tensor]] = field(default_factory=dict)
     """By how much calls on whole values move running statistics that others, which are computed in strips, move too."""
+    drawn: dict[int, list[Any]] = field(default_factory=dict)
+    """Of calls on whole values that drew random numbers, the generators as they were before. Backward draws the same."""
     inputs: dict[int, Source] = field(default_factory=dict)
     outside: Outside = field(default_factory=lambda: Outside("device"))
     transfers: Transfers | None = None
@@ -225,7 +229,10 @@ def run_between(run: Run, number: int, last: dict[int, Time], done: Callable[[in
         if on_whole(graph, kinds, place):
             written = call.inputs[0] if call.writes else None
             whole = {v: _whole(run, v, v == written and not _may_write(run, v, given)) for v in call.inputs}
+            sources = sources_of(graph.device, tree_leaves((call.args, call.kwargs))) if graph.needs else []
             found = run_whole(_moving_later(run, place), whole.__getitem__)
+            if moved(sources):
+                run.drawn[place] = sources
             del whole
         else:
             found = from_answers(run, place)
