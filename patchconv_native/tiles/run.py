@@ -59,7 +59,7 @@ class Run:
     moved: dict[int, list[Tensor]] = field(default_factory=dict)
     """By how much calls on whole values move running statistics that others, which are computed in strips, move too."""
     drawn: dict[int, list[Any]] = field(default_factory=dict)
-    """Of calls on whole values that drew random numbers, the generators as they were before. Backward draws the same."""
+    """Of calls on whole values that drew random numbers, the generators as they were before, for backward."""
     inputs: dict[int, Source] = field(default_factory=dict)
     outside: Outside = field(default_factory=lambda: Outside("device"))
     transfers: Transfers | None = None
