@@ -117,7 +117,7 @@ class Question:
             raise NotServed("the model is not called with images")
         plan = plans[-1]
         whole = next(one for one in self.tried if one.strategy == replace(strategy, tile=None))
-        passes = (plan.arithmetic + plan.backward + plan.overhead) / (3 if self.train else 1)
+        passes = (plan.arithmetic + (plan.backward or 0) + plan.overhead) / (3 if self.train else 1)
         found = Candidate(strategy, report.peak + plan.needs - plan.peak, whole.time * max(1.0, passes))
         self.tried.append(found)
         return found, plan.needs

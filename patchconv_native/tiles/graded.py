@@ -113,6 +113,8 @@ class Graded(Bands):
 
     def fitting(self) -> TilePlan | None:
         """Of the routes that fit, that of the least work."""
+        if self._wishes.tile:
+            return self._of_tile_sizes[0] if fits(self._of_tile_sizes[0]) else None
         least, found = math.inf, []
         routes = [(way, route) for way in (self, *self._parted) for route in way._routes.all]
         for way, route in sorted(routes, key=lambda one: one[1].work):
@@ -129,7 +131,30 @@ class Graded(Bands):
         return self._least[0] if fits(self._least[0]) else None
 
     def least(self, below: float) -> Least | None:
-        return self._least
+        return self._of_tile_sizes if self._wishes.tile else self._least
+
+    @functools.cached_property
+    def _of_tile_sizes(self) -> Least:
+        """Of tiles as `tile` asks for: the plan of the least work that fits, or of the least peak."""
+        wish, room = self._of_wish(), self._room or 0
+        tiles = dict.fromkeys(range(self._exact.count + 1), wish)
+        best: Least | None = None
+        for route in self._routes.all:
+            for apart in (route.apart, frozenset()):
+                one = dataclasses.replace(route, apart=apart)
+                about = self._backward_peak(one, tiles, rough=True)
+                if best is not None and about > max(room, LEAST_GAIN * best[0].peak):
+                    continue
+                planner = self._planner(wish[1:], kept=route.kept)
+                choice = planner.choose(route.stored, None, math.ceil(1 / wish[0]))
+                forward = self._plan(planner, route.stored, choice), planner, choice
+                plan = self._with_tiles(forward, one, tiles, room)
+                if best is None or plan.peak < best[0].peak:
+                    best = plan, functools.partial(planner.where, route.stored, choice)
+                if fits(plan):
+                    return best
+        assert best is not None
+        return best
 
     def _tiles_of(self, route: Route, room: int) -> tuple[Route, dict[int, list[Fraction]]] | None:
         """Of each sweep, the largest tiles that about fit into this many bytes; None, where there are none. The route

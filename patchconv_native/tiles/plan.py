@@ -70,8 +70,10 @@ class TilePlan:
     """
     reaches: Sequence[Reaches] = field(default_factory=list)
     """Along each axis, that of each call."""
-    backward: float = 0.0
-    """The arithmetic of the backward pass, in the same units. Known where its tiles were chosen."""
+    backward: float | None = None
+    """The arithmetic of the backward pass, in the same units. None: it was not looked at, since there is no budget, and
+    the other figures are of the forward pass.
+    """
     overhead: float = 0.0
     """About what the steps of strips and tiles cost besides, in units of one call's time."""
     parts: list[int] = field(default_factory=list)
@@ -105,10 +107,10 @@ class TilePlan:
         ]
         if self.budget is not None:
             lines.append(f"budget      {format_bytes(self.budget)}")
-        more = f", and {self.backward:.2f} in the backward pass (stock: about 2)" if self.tiles else ""
+        more = "" if self.backward is None else f", and {self.backward:.2f} in the backward pass (stock: about 2)"
         lines.append(f"arithmetic  {self.arithmetic:.2f} of one call's{more}")
         if self.overhead >= SAID:
-            steps = "strips and tiles" if self.tiles else "strips"
+            steps = "strips" if self.backward is None else "strips and tiles"
             lines.append(f"overhead    about {self.overhead:.1f} of one call's time, for the steps of {steps}")
         if self.stored:
             lines.append(
@@ -137,8 +139,10 @@ class TilePlan:
             tiles = [math.prod(math.ceil(1 / share) for share in shares) for shares in self.tiles.values()]
             smallest = zip(result_sizes(self.graph, self.kinds), min(self.tiles.values(), key=math.prod), strict=False)
             size = " x ".join(str(math.ceil(n * share)) for n, share in smallest)
+            alone = "; without a budget not predicted: the figures above are of the forward pass"
             lines.append(
                 f"backward    {min(tiles)} to {max(tiles)} tiles a sweep, the smallest of {size} of the result"
+                + alone * (self.backward is None)
             )
             again = {v for stretch in self.stretches for sweep in stretch.again for v in sweep.stores}
             if again:

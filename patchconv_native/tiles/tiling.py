@@ -278,7 +278,7 @@ def _planned(
     ways: list[Strips] = []
     last = in_channels_last(graph)
     for one in [graph] if last is None else [last, graph]:
-        kinds = _kinds_of_ways(one, arguments, room is not None and not tiles, bool(tiles))
+        kinds = _kinds_of_ways(one, arguments, room is not None, bool(tiles))
         for (kind, along), ahead in itertools.product(kinds, [True, False] if copied else [None]):
             way = kind(one, along, wishes(one, ahead))
             if one is last and (not way.cuts_results or copied_weights(last) > (room or math.inf)):
@@ -289,6 +289,8 @@ def _planned(
             plan = way.fitting()
             if plan is None and len(ways) == 1 and at_once is not None:
                 plan = at_once.fitting()  # nothing is computed twice
+            if plan is not None and room is None and at_once is not None:
+                plan = min(plan, at_once.least()[0], key=lambda one: one.peak)  # strips of small images can take more
             if plan is not None:
                 return plan
     return least_of(ways, at_once)
@@ -304,7 +306,7 @@ def _kinds_of_ways(
     small: type[Strips] = Graded if graph.needs and budget else Bands
     first: list[tuple[type[Strips], Sequence[int]]] = [] if small is Graded else [(Strips, dims)]
     if tiles:
-        return first
+        return first or [(small, dims)]
     of_images = [(small, dims)] if len(dims) > 1 or small is Graded else []
     if 0 in dims or not budget or any(image.shape[0] < 2 for image in images):
         return [*first, *of_images]
