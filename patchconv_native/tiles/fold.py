@@ -75,7 +75,13 @@ def conv_of_strips(
         local = local.contiguous(memory_format=format)
         input = SpatialTensor(local, input.axes) if spatial else local
     weight = in_layout_of(local, weight) if format is None else weight.contiguous(memory_format=format)
-    return (RULES[conv] if spatial else conv)(input, weight, bias, *rest, **others)
+    after = None
+    if norm is not None and local.device.type == "cpu" and order(local) == torch.contiguous_format:
+        bias, after = None, bias  # oneDNN would add all products to it, and round each sum as coarsely as it is large
+    result = (RULES[conv] if spatial else conv)(input, weight, bias, *rest, **others)
+    if after is not None:
+        (result._local if spatial else result).add_(after.view(-1, *[1] * (weight.dim() - 2)))
+    return result
 
 
 rule(conv_of_strips)(conv_of_strips)

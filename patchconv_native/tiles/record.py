@@ -110,7 +110,9 @@ class Recorder:
         if function in QUESTIONS:
             answer = self.history.answer(function, args[0]._index)
             if answer is NotImplemented:
-                raise self.refuse(name, "there is no graph of autograd while the module is recorded")
+                what = "there is no graph of autograd while the module is recorded"
+                ddp = "of a DistributedDataParallel that looks for unused parameters, or is static, tile its `module`"
+                raise self.refuse(name, f"{what}; {ddp}")
             return answer
         if name in ON_PIXELS:
             what = "what the module does next would depend on the values of pixels, as in `if x.mean() > 0`"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._bytes import parse_bytes
 from ..spatial import NotServed
@@ -36,6 +36,7 @@ from .plan import TilePlan, Wishes
 from .prepare import prepare_for_rows
 from .ranks import as_part, check_alike, check_parts, check_shared, planned_together
 from .record import record
+from .recorded import Recorded
 from .state import change
 from .stores import Store, Where, check_store
 from .sweeps import bytes_of
@@ -46,6 +47,8 @@ from .without_data import are_fake, results_of
 
 LONG = 2.0
 """Seconds of planning after which the progress line says so."""
+MUCH_MORE = 1.5
+"""Without a budget nothing is cut where strips would take more than so many times what the module's calls take."""
 _RECORDING = threading.RLock()
 """Hooks that are those of all threads are set while a module is recorded."""
 
@@ -88,14 +91,21 @@ def tile(
 
     Gradients: the budget is then that of both passes, above the gradients of the images and of the parameters too. In
     one that a step of the module keeps, with 10 % to spare, nothing is cut; else the call is one autograd node. With
-    `out` gradients are not served. Raises NotServed, a NotImplementedError, naming the function and its module, where a
+    `out` gradients are not served. A call inside of a module that is tiled is part of that one, in its budget.
+
+    Raises NotServed, a NotImplementedError, naming the function and its module, where a
     function has no rule, or where what the module does depends on the values of pixels; BudgetError (with `least`, in
     bytes) for a budget that cannot be kept. Both before anything is computed.
     """
     if torch.compiler.is_compiling():  # a graph break
         return torch.compiler.disable(_tile)(module, x, budget, tile, store, out, progress, dim)
     check_called("tile", module)
-    arguments = Arguments(x if isinstance(x, tuple) else (x,), arrays=True, dim=dim)
+    given = x if isinstance(x, tuple) else (x,)
+    if any(isinstance(leaf, Recorded) for leaf in tree_leaves(given)):
+        if out is not None:
+            raise NotServed("tile: out is not served in a call of tile that is inside of another one")
+        return module(*given)  # the outer one tiles it
+    arguments = Arguments(given, arrays=True, dim=dim)
     refuse_transforms("tile", arguments.parts())
     if any(isinstance(one, Tensor) and one.is_meta for one in (*arguments.images, out)):
         raise ValueError("tile: expected x and out to have memory, got a tensor on meta: tile_plan takes it")
@@ -251,8 +261,12 @@ def _planned(
         check_out(owner, out, graph, images)
     if graph.needs and (out is not None or out_later):
         raise NotServed(f"{owner}: gradients are not served with out; call it under torch.no_grad()")
-    if graph.needs and refs([change for _, change in graph.kept]):
-        raise NotServed(f"{owner}: gradients of a module that keeps tensors for its next call are not served")
+    keeps = [key for _, change in graph.kept for key, value in change.items() if refs(value)]
+    if graph.needs and keeps:
+        where = ", ".join(map(str, keeps))
+        raise NotServed(
+            f"{owner}: gradients of a module that keeps tensors for its next call (in {where}) are not served"
+        )
     shared = arguments.shared
     if shared is not None:
         check_shared(owner, graph, arguments, device, out is not None or out_later)
@@ -270,6 +284,7 @@ def _planned(
         outside = Outside(store, copies, counts, ahead, host, written, shared)
         return Wishes(room, tiles, outside, device.type, name, out is not None or out_later)
 
+    within = out is None and not out_later and store == "device" and not any(map(is_array, images))
     stays_whole = not tiles and shared is None and not (graph.needs and room is None)
     at_once = (StepAtOnce if graph.needs else AtOnce)(graph, wishes(graph, None)) if stays_whole else None
     whole = at_once.fitting() if at_once is not None and graph.needs else None
@@ -289,8 +304,9 @@ def _planned(
             plan = way.fitting()
             if plan is None and len(ways) == 1 and at_once is not None:
                 plan = at_once.fitting()  # nothing is computed twice
-            if plan is not None and room is None and at_once is not None:
-                plan = min(plan, at_once.least()[0], key=lambda one: one.peak)  # strips of small images can take more
+            if plan is not None and room is None and at_once is not None and within:
+                whole = at_once.least()[0]  # strips of small images can take more
+                plan = whole if plan.peak > MUCH_MORE * whole.peak else plan
             if plan is not None:
                 return plan
     return least_of(ways, at_once)

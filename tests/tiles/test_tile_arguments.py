@@ -410,3 +410,35 @@ def test_recurrent_layers_get_their_arguments_whole(kind: type[nn.RNNBase]) -> N
         torch.testing.assert_close(pc.tile(net, x), net(x))
         name = kind.__name__.lower()
         assert [call.name for call in pc.tile_plan(net, x).graph.calls].count(name) == 1
+
+
+@pytest.mark.parametrize("budget", [None, "1MiB"])
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_call_inside_of_another_one_is_part_of_it(budget: str | None, graded: bool) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), nn.Conv2d(8, 4, 3, padding=1)
+    x = structured((1, 3, 97, 131)).float().requires_grad_(graded)
+
+    def net(x: Tensor) -> Tensor:
+        return last(pc.tile(first, x, budget="1KiB"))  # type: ignore[no-any-return]
+
+    want = last(first(x))
+    with torch.set_grad_enabled(graded):
+        got = pc.tile(net, x, budget=budget)
+    torch.testing.assert_close(got, want)
+    if graded:
+        (a,), (b,) = (torch.autograd.grad(y.square().sum(), x) for y in (got, want))
+        torch.testing.assert_close(a, b)
+    with pytest.raises(pc.NotServed, match="tile: out is not served in a call of tile that is inside of another one"):
+        pc.tile(lambda x: pc.tile(first, x, out=torch.empty(1)), x.detach())
+
+
+def test_what_keeps_tensors_is_named_where_gradients_are_refused() -> None:
+    class Keeps(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = super().forward(x)
+            return self.seen
+
+    x = structured((1, 3, 32, 32)).float()
+    with pytest.raises(pc.NotServed, match=r"keeps tensors for its next call \(in seen\) are not served"):
+        pc.tile(Keeps(3, 2, 3), x, tile=8)

@@ -63,7 +63,7 @@ def test_without_a_budget_a_plan_says_that_the_backward_pass_is_not_predicted(ho
 
 
 @pytest.mark.parametrize("size", [56, 224])
-def test_without_a_budget_small_images_take_no_more_than_at_once(size: int) -> None:
+def test_without_a_budget_nothing_is_cut_where_strips_take_much_more(size: int) -> None:
     """A transposed convolution and a resizing, whose workspace strips need as well (torchvision's keypoint head)."""
     torch.manual_seed(0)
     up = nn.Upsample(scale_factor=2.0, mode="bilinear")

@@ -98,6 +98,22 @@ def test_folding_is_as_exact_as_stock(mean: float, variance: float) -> None:
     assert (pc.tile(net, x) - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels", [8, 64])
+@pytest.mark.parametrize(("mean", "variance"), [(0.0, 1.0), (0.0, 1e4), (30.0, 1.0)])
+@torch.no_grad()
+def test_folded_convolutions_round_as_stock(mean: float, variance: float, channels: int, last: bool) -> None:
+    """A shift that is large beside the products: added to each sum of them from the start, it makes these coarse."""
+    torch.manual_seed(0)
+    conv, last_norm = nn.Conv2d(channels, 8, 3), norm(8, mean, variance)
+    x = in_layout(structured((1, channels, 60, 60)).float(), last)
+    exact = copy.deepcopy(last_norm).double()(copy.deepcopy(conv).double()(x.double()))
+    its = last_norm.running_mean, last_norm.running_var, last_norm.weight, last_norm.bias, last_norm.eps
+    found = fold.conv_of_strips(x, conv.weight, conv.bias, torch.conv2d, (), {}, its)  # type: ignore[arg-type]
+    stock = last_norm(conv(x))
+    assert (found - exact).square().mean() <= 1.5**2 * (stock - exact).square().mean()
+
+
 CONV, NORM = nn.Conv2d(4, 4, 3, padding=1).double(), norm(4).double()
 IN_HALF = (CONV.weight.bfloat16(), NORM.running_mean, NORM.running_var)
 
@@ -184,10 +200,10 @@ class Small(nn.Module):
 def test_results_keep_stocks_strides(batch: int, last: bool) -> None:
     torch.manual_seed(0)
     net, x = Small().eval(), in_layout(structured((batch, 3, 45, 30)).float(), last)
-    graph = graph_of(net, x)
+    graph = pc.tile_plan(net, x, tile=45).graph
     assert bool(graph.strides) == (not last)
     assert all(fake.is_contiguous(memory_format=torch.channels_last) for fake in graph.fakes)
-    close(pc.tile(net, x), net(x), 1e-5)
+    close(pc.tile(net, x, tile=45), net(x), 1e-5)
 
 
 class Residual(nn.Module):
