@@ -76,7 +76,8 @@ def conv_of_strips(
         input = SpatialTensor(local, input.axes) if spatial else local
     weight = in_layout_of(local, weight) if format is None else weight.contiguous(memory_format=format)
     after = None
-    if norm is not None and local.device.type == "cpu" and order(local) == torch.contiguous_format:
+    in_nchw = local.device.type == "cpu" and order(local) == torch.contiguous_format
+    if norm is not None and in_nchw and not torch.is_grad_enabled():
         bias, after = None, bias  # oneDNN would add all products to it, and round each sum as coarsely as it is large
     result = (RULES[conv] if spatial else conv)(input, weight, bias, *rest, **others)
     if after is not None:
