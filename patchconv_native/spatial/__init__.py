@@ -6,7 +6,7 @@ them, the executor; `tensor` the value that they take and give. A rule is called
 that part alone were here, and asks the executor of each cut dimension for what belongs to others.
 """
 
-from . import convs, dropout, extremes, joins, norms, pointwise, pools, products, reductions, resize, shapes  # noqa: F401
+from . import convs, dropout, extremes, joins, norms, pointwise, pools, products, reductions, resize, shapes, unfold  # noqa: F401
 from .axis import AtHand, Axes, Axis, Executor, Fetch, Range, Wanted
 from .rules import NotServed
 from .tensor import SpatialTensor

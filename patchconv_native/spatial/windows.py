@@ -52,14 +52,18 @@ class Window:
         """Of what coordinate 0 of the small grid reads."""
         return (self.reach - 1) // 2 - self.before
 
-    def small_axis(self, operator: str, axis: Axis, size: int) -> Axis:
-        """Of an output of `size` on the small grid: a coordinate belongs where the middle of what it reads is."""
-        wished = [_ceil(cut - self._middle, self.stride) for cut in axis.cuts[1:-1]]
-        return axis.executor.place(operator, axis, wished, size)
+    def small_axis(self, operator: str, axis: Axis, size: int, each: int = 1) -> Axis:
+        """Of an output of `size` on the small grid: a coordinate belongs where the middle of what it reads is. each: so
+        many places of the output are at one coordinate.
+        """
+        wished = [_ceil(cut - self._middle, self.stride) * each for cut in axis.cuts[1:-1]]
+        return axis.executor.place(operator, axis, wished, size * each)
 
-    def big_axis(self, operator: str, axis: Axis, size: int) -> Axis:
-        """Of a transposed convolution's output: what an input coordinate gives belongs where that is."""
-        wished = [cut * self.stride + self._middle for cut in axis.cuts[1:-1]]
+    def big_axis(self, operator: str, axis: Axis, size: int, each: int = 1) -> Axis:
+        """Of a transposed convolution's output: what an input coordinate gives belongs where that is. each: so many
+        places of the input are at one coordinate.
+        """
+        wished = [cut // each * self.stride + self._middle for cut in axis.cuts[1:-1]]
         return axis.executor.place(operator, axis, wished, size)
 
     def reads(self, small: Range) -> Range:

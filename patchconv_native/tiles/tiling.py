@@ -324,6 +324,10 @@ def _kinds_of_ways(
     if tiles:
         return first or [(small, dims)]
     of_images = [(small, dims)] if len(dims) > 1 or small is Graded else []
+    if small is Graded and len(dims) > 1 and arguments.shared is None:
+        largest = max(bytes_of(graph, v) for v in range(len(graph.fakes)))
+        if _gathered(graph, dims) > max(_gathered(graph, dims[:1]), largest // 4):  # as where rows are flattened
+            of_images.append((small, dims[:1]))
     if 0 in dims or not budget or any(image.shape[0] < 2 for image in images):
         return [*first, *of_images]
     first_ones = 1 if arguments.shared is None else 2
@@ -336,10 +340,12 @@ def _kinds_of_ways(
 
 
 def _gathered(graph: Graph, dims: Sequence[int]) -> int:
-    """Bytes of the largest value that some call gets whole, where images are cut along these dimensions."""
+    """Bytes of the largest value that some call gets whole, or gives for that, where images are cut along these
+    dimensions.
+    """
     kinds = kinds_of(graph, dims)
-    some = (v for place, call in enumerate(graph.calls) if kinds.gathers[place] for v in call.inputs)
-    return max((bytes_of(graph, v) for v in some if v in kinds.dims), default=0)
+    calls = [call for place, call in enumerate(graph.calls) if kinds.gathers[place]]
+    return max((bytes_of(graph, v) for call in calls for v in (*call.inputs, *call.outputs)), default=0)
 
 
 def _tile_sizes(owner: str, tile: Any, dims: Sequence[int]) -> tuple[int, ...]:

@@ -175,3 +175,16 @@ def test_operations(mesh: str, name: str) -> None:
 def test_corners(name: str) -> None:
     found = wrong("test_spatial_operations:CORNERS", "2x2", tuple(CORNERS), name)
     assert not found, found
+
+
+ROWS: Cases = {
+    "windows as columns": (apply(lambda x: F.unfold(x, 3, padding=1, stride=(2, 1)).square()), SHAPE),
+    "and back": (apply(lambda x: F.fold(F.unfold(x, (3, 2), padding=1) * 2, SHAPE[2:], (3, 2), padding=1)), SHAPE),
+    "every third": (apply(lambda x: F.fold(F.unfold(x, 2, stride=3).tanh(), SHAPE[2:], 2, stride=3)), SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_of_rows_alone(name: str) -> None:
+    found = wrong("test_spatial_operations:ROWS", "2 rows", tuple(ROWS), name)
+    assert not found, found
