@@ -309,7 +309,7 @@ def _planned(
                 plan = whole if plan.peak > MUCH_MORE * whole.peak else plan
             if plan is not None:
                 return plan
-    return least_of(ways, at_once)
+    return least_of(owner, ways, at_once)
 
 
 def _kinds_of_ways(

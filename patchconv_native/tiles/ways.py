@@ -264,7 +264,7 @@ def chosen(
     return found
 
 
-def least_of(ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:
+def least_of(owner: str, ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:
     """The plan of the least budget that is found: BudgetError where that is above the budget."""
     found = [] if at_once is None else [at_once.least()]
     for way in reversed(ways):  # the last ones copy no weights
@@ -276,7 +276,7 @@ def least_of(ways: Sequence[Strips], at_once: AtOnce | None) -> TilePlan:
         return best
     made = best.graph.made
     raise BudgetError(
-        f"tile: a budget of {format_bytes(best.budget or 0)} is too small for {best.name} here: the least that was "
+        f"{owner}: a budget of {format_bytes(best.budget or 0)} is too small for {best.name} here: the least that was "
         f"found is {format_bytes(best.needs)} ({best.needs} bytes), and the most is needed at {where()}"
         + (f", with store={best.store!r}" if best.stored else "")
         + f"; {format_bytes(made)} of these bytes are tensors that it makes of no image" * (20 * made > best.needs),
