@@ -24,7 +24,7 @@ def test_tiles_of_a_size_keep_a_budget_in_training(name: str, tile: Any) -> None
     net, x = NETS[name](), structured((2, 3, 96, 80)).float().requires_grad_()
     stock = copy.deepcopy(net)
     _, want = stepped(stock, x, stock)
-    with pytest.raises(pc.BudgetError, match="^tile_plan: a budget of 1 B is too small") as refused:
+    with pytest.raises(pc.BudgetError, match=r"^tile_plan: a budget of 1 B is too small") as refused:
         pc.tile_plan(net, x, budget=1, tile=tile)
     least = refused.value.least
     for budget in (least, 2 * least):
