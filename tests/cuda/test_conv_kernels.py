@@ -73,7 +73,7 @@ def problem(choose: random.Random, kernel: str, dims: int, mode: str, pass_: str
             return found
 
 
-@pytest.mark.parametrize(("kernel", "pass_", "mode"), todays(SUMS, 3))
+@pytest.mark.parametrize(("kernel", "pass_", "mode"), todays(SUMS, 4))
 def test_sums(kernel, pass_, mode):
     choose = random.Random(f"{SWEEP_SEED}{kernel}{mode}{pass_}")
     torch.manual_seed(choose.randint(0, 999))

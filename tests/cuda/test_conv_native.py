@@ -134,12 +134,12 @@ def wide(seed: int) -> Configuration:
             return Configuration(**(vars(c) | {"channels": channels, "outputs": outputs, "groups": groups}))
 
 
-@pytest.mark.parametrize("number", range(60 if FULL else 16))
+@pytest.mark.parametrize("number", range(60 if FULL else 8))
 def test_random_configurations(number):
     check(drawn(SWEEP_SEED + number), Host())
 
 
-@pytest.mark.parametrize("number", range(30 if FULL else 8))
+@pytest.mark.parametrize("number", range(30 if FULL else 4))
 def test_random_layers(number):
     check(wide(SWEEP_SEED + number), Host(), masked=number % 2 == 0)
 

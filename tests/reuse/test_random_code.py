@@ -19,7 +19,7 @@ import patchconv_native as pc
 from patchconv_native.lean import ForwardInLean
 from patchconv_native.reuse import functions, in_place, spent
 
-PROGRAMS = 2000 if FULL else 200
+PROGRAMS = 2000 if FULL else 100
 VARIABLES = "abcde"
 LAYERS = ("relu", "tanh", "norm", "clip", "gelu")  # with stock's very bits: branches depend on them
 FUNCTIONS = ("torch.relu", "torch.tanh", "torch.sigmoid", "F.silu", "F.relu", "F.gelu", "F.softplus")
