@@ -54,8 +54,10 @@ class AtOnce:
             self._found[0] = self._plan(*self._peak())
         yield self._found[0]
 
-    def _plan(self, peak: int, where: str, begins: Sequence[int] = (), in_lean: bool = False) -> Least:
-        """peak: results included."""
+    def _plan(
+        self, peak: int, where: str, begins: Sequence[int] = (), in_lean: bool = False, backward: float | None = None
+    ) -> Least:
+        """peak: results included. backward: as of `TilePlan`."""
         graph, wishes, kinds = self._graph, self._wishes, uncut(self._graph)
         made = set(graph.results) - set(graph.inputs)
         sizes = {graph.fakes[v].untyped_storage()._cdata: bytes_of(graph, v) for v in made}
@@ -66,7 +68,7 @@ class AtOnce:
         plan = TilePlan(
             graph, kinds, [], set(), last, set(), wishes.budget, max(peak + copies + graph.made - result, 0), margin,
             1.0, 0, os.fspath(wishes.outside.store), result * wishes.outside.result, wishes.name, wishes.outside,
-            parts=list(begins), in_lean=in_lean,
+            parts=list(begins), in_lean=in_lean, backward=backward,
         )  # fmt: skip
         return plan, lambda: where
 
@@ -152,9 +154,10 @@ class StepAtOnce(AtOnce):
         counted.there_before([images, grads, swaps, [one.grad for one in swaps.values()]])
         with graph.mode, counted, torch.enable_grad():
             results = computed_whole(swapped(graph, swaps), images, begins, in_lean)
-            forward = peak.most
+            forward, flops = peak.most, counted.work["flops"]
             some = [v for v in grads if results[v].requires_grad]
             if some:
                 torch.autograd.backward([results[v] for v in some], [grads[v] for v in some])
         where = f"its {'backward' if peak.most > forward else 'forward'} pass"
-        return self._plan(peak.most, where, begins, in_lean)
+        backward = (counted.work["flops"] - flops) / flops if flops else None
+        return self._plan(peak.most, where, begins, in_lean, backward)

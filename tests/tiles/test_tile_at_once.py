@@ -184,3 +184,17 @@ def test_a_step_without_data_takes_what_it_takes() -> None:
     tiled = pc.tile_modules(net, "", "1GiB")
     real, fake = (pc.memory.trace(tiled, x, fake=fake).peak for fake in (False, True))
     assert abs(real - fake) <= 0.02 * real
+
+
+def test_a_plan_says_what_checkpoints_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = structured((2, 8, 48, 40)).float().requires_grad_()
+    for begins, again in (
+        ([0], 0.0),
+        ([0, 4], 0.5),
+        ([0, 2, 4, 6], 0.75),
+    ):  # all of equal convolutions but the last part
+        monkeypatch.setattr(StepAtOnce, "_all", lambda self, most=None, begins=begins: [self._of_parts(begins, True)])
+        net = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(4)))
+        plan = pc.tile_plan(net, x, budget="1GiB")
+        assert plan.at_once and plan.backward == pytest.approx(2 + again)
+        assert f"and {2 + again:.2f} in the backward pass" in str(plan)
