@@ -37,10 +37,14 @@ def _rules() -> dict[Any, Callable[..., int]]:
         _aten.native_batch_norm_backward.default: _batch_norm_backward,
         _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
         torch.ops.patchconv._max_pool_backward.default: _patchconv_max_pool_backward,
-        _aten.native_layer_norm.default: _layer_norm,
-        _aten.native_layer_norm_backward.default: _layer_norm,
-        torch.ops.patchconv._layer_norm.default: _layer_norm,
-        torch.ops.patchconv._layer_norm_backward.default: _layer_norm,
+        _aten.native_layer_norm.default: _made_contiguous,
+        _aten.native_layer_norm_backward.default: _made_contiguous,
+        torch.ops.patchconv._layer_norm.default: _made_contiguous,
+        torch.ops.patchconv._layer_norm_backward.default: _made_contiguous,
+        _aten._softmax.default: _made_contiguous,
+        _aten._softmax_backward_data.default: _made_contiguous,
+        _aten._log_softmax.default: _made_contiguous,
+        _aten._log_softmax_backward_data.default: _made_contiguous,
         _aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_attention_backward,
         _aten.count_nonzero.dim_IntList: _counted,
@@ -108,8 +112,8 @@ def _patchconv_max_pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], 
     return grad.nbytes if device == "cpu" and _last(grad) != _last(places) else 0
 
 
-def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
-    """Forward and backward: a copy of each operand that is not contiguous."""
+def _made_contiguous(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device: str) -> int:
+    """Layer norms and softmax, forward and backward: a copy of each operand that is not contiguous."""
     whole = [t for t in args if isinstance(t, Tensor) and t.dim() == args[0].dim() and t.numel() == args[0].numel()]
     return sum(t.nbytes for t in whole if not t.is_contiguous())
 

@@ -33,6 +33,8 @@ def _grid(function: str, windows: Sequence[Window], sizes: Sequence[int]) -> lis
 @by_sample(2)
 def _unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
     local, first = check_image("unfold", input, 2)
+    if not input.axes:  # of some samples
+        return SpatialTensor(F.unfold(local, kernel_size, dilation, padding, stride), {})
     if first + 1 in input.axes:
         raise refuse("unfold", "the columns are cut: windows in a row would not lie together")
     rows, columns = windows = _windows(kernel_size, dilation, padding, stride)
@@ -57,6 +59,8 @@ def _fold(
     input: Any, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Tensor:
     local, first = check_image("fold", input, 1)
+    if not input.axes:  # of some samples
+        return SpatialTensor(F.fold(local, output_size, kernel_size, dilation, padding, stride), {})
     rows, columns = windows = _windows(kernel_size, dilation, padding, stride)
     size, across = listed(output_size, 2)
     height, width = _grid("fold", windows, (size, across))

@@ -133,7 +133,9 @@ def reach_of(graph: Graph, kinds: Kinds, place: int) -> Reach:
             else:
                 found = [(a // factor, b // factor) for a, b in itertools.pairwise(cuts)]
         never = 2**62
-        from_edge = call.name.startswith("conv")  # rows that read padding alone count as if they read from the edge
+        from_edge = call.name.startswith(
+            ("conv", "unfold")
+        )  # rows that read padding alone count as if they read from the edge
         lows = [a if from_edge or (a, b) != (0, 0) else never for a, b in found]
         reach.low[v] = [*itertools.accumulate(reversed(lows), min)][::-1]
         reach.high[v] = list(itertools.accumulate((b for _, b in found), max))

@@ -336,7 +336,10 @@ def _kinds_of_ways(
         return [*first, (small, both)]
     if arguments.shared is not None:
         return [*first, *of_images]
-    return [*first, *of_images, (Graded if small is Graded else Strips, [0])]
+    with contextlib.suppress(NotServed):  # of a function that has no rule where the batch alone is cut
+        kinds_of(graph, [0])
+        of_images.append((Graded if small is Graded else Strips, [0]))
+    return [*first, *of_images]
 
 
 def _gathered(graph: Graph, dims: Sequence[int]) -> int:

@@ -138,3 +138,22 @@ def test_the_way_back_through_frozen_weights(kernel: int, groups: int, dilation:
     predicted, measured = peaks(call, x, weight)
     assert measured <= 1.02 * predicted
     assert groups > 1 or dilation > 1 or predicted <= 1.05 * measured
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted", "sliced"])
+def test_softmax(layout: str, function: Any, graded: bool) -> None:
+    x = torch.rand(2, 8, 20, 30)
+    x = {
+        "contiguous": x, "channels_last": x.contiguous(memory_format=torch.channels_last),
+        "permuted": x.permute(0, 2, 3, 1), "sliced": x[..., ::2],
+    }[layout].requires_grad_(graded)  # fmt: skip
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = function(x, 1)
+        grad = torch.ones_like(y.mT).mT  # not contiguous
+        return torch.autograd.grad(y, x, grad)[0] if graded else y
+
+    predicted, measured = peaks(call, x)
+    assert predicted == measured

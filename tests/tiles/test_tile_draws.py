@@ -71,3 +71,12 @@ def test_every_backward_pass_through_one_graph_draws_the_same() -> None:
     one, other = (torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_that_cannot_be_cut_leaves_its_images_to_be_cut() -> None:
+    """gumbel_softmax has no rule where the batch is cut."""
+    module, x = Gated(DRAW["gumbel_softmax"]).eval(), structured((2, 3, 64, 48)).float()
+    with torch.no_grad():
+        with pytest.raises(pc.BudgetError) as refused:
+            pc.tile_plan(module, x, budget=1)
+        assert not pc.tile_plan(module, x, budget=refused.value.least).at_once

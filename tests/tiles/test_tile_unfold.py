@@ -20,6 +20,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "strides": {"kernel_size": (2, 3), "dilation": (2, 1), "padding": (1, 0), "stride": (2, 1)},
     "patches": {"kernel_size": 4, "stride": 4},
     "gaps": {"kernel_size": 2, "stride": 3},
+    "gaps and padding": {"kernel_size": (1, 2), "padding": (1, 2), "stride": (2, 5)},
     "a column": {"kernel_size": (5, 1), "padding": (2, 0)},
     "dilation": {"kernel_size": 3, "dilation": 2, "padding": 2, "stride": 2},
 }
@@ -77,6 +78,16 @@ def test_networks_of_windows_are_cut(graded: bool) -> None:
             assert peak <= least
         else:
             torch.testing.assert_close(pc.tile(net, x, budget=least), net(x))
+
+
+@pytest.mark.parametrize("how", [{"budget": "300KiB"}, {"dim": 0}, {"dim": 0, "tile": 1}], ids=str)
+def test_a_batch_is_cut(how: dict[str, Any]) -> None:
+    x = structured((2, 3, 96, 80)).float()
+
+    def net(x: Tensor) -> Tensor:
+        return F.fold(F.unfold(x.sin(), 3, padding=1) * 2, x.shape[2:], 3, padding=1)
+
+    torch.testing.assert_close(pc.tile(net, x, **how), net(x))
 
 
 def test_impossible_windows_are_refused() -> None:
