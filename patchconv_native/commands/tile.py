@@ -33,7 +33,8 @@ from ..tiles.arrays import check_out
 from ..tiles.graph import Ref
 from ..tiles.journal import Journal
 from ..tiles.plan import TilePlan
-from ..tiles.tiling import plan_call, run_plan
+from ..tiles.planning import plan_call
+from ..tiles.tiling import run_plan
 from . import images, models, options
 from .errors import Failed, Mistake, line
 from .progress import Progress, note, wrote

@@ -29,6 +29,14 @@ def _grid(function: str, windows: Sequence[Window], sizes: Sequence[int]) -> lis
     return found
 
 
+def _of_rows(rows: Window, columns: Window) -> list[tuple[int, ...]]:
+    """Kernel size, dilation, padding and stride for rows that come with their padding."""
+    return [
+        (rows.kernel, columns.kernel), (rows.dilation, columns.dilation), (0, columns.before),
+        (rows.stride, columns.stride),
+    ]  # fmt: skip
+
+
 @rule(F.unfold)
 @by_sample(2)
 def _unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Tensor:
@@ -42,14 +50,12 @@ def _unfold(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, s
     axis = rows.small_axis("unfold", input.axes[first], height, width)
     whole = [(a // width, -(-b // width)) for a, b in axis.ranges()]  # rows of windows
     local = reading(local, first, input.axes[first], [rows.reads(one) for one in whole])
-    given = [(w.kernel, w.dilation, pad, w.stride) for w, pad in ((rows, 0), (columns, columns.before))]
     (begin, end), made = axis.range, whole[axis.index][0] * width
-    found = F.unfold(local, *zip(*given, strict=True)) if begin < end else None
-    if found is None:
-        taps = rows.kernel * columns.kernel
-        found = local.new_empty((*local.shape[: first - 1], local.size(first - 1) * taps, 0))
+    if begin < end:
+        found = cut_out(F.unfold(local, *_of_rows(rows, columns)), first, begin - made, end - begin)
     else:
-        found = cut_out(found, first, begin - made, end - begin)
+        channels = local.size(first - 1) * rows.kernel * columns.kernel
+        found = local.new_empty((*local.shape[: first - 1], channels, 0))
     return SpatialTensor(found, {first: axis})
 
 
@@ -72,11 +78,10 @@ def _fold(
     begin, end = axis.range
     low, high = rows.reads(touching[axis.index]) if local.size(first) else (begin, begin)  # the padding's rows too
     if low < high:
-        given = [(w.kernel, w.dilation, pad, w.stride) for w, pad in ((rows, 0), (columns, columns.before))]
-        found = F.fold(local, (high - low, across), *zip(*given, strict=True))
+        found = F.fold(local, (high - low, across), *_of_rows(rows, columns))
     else:
-        taps = rows.kernel * columns.kernel
-        found = local.new_empty((*local.shape[: first - 1], local.size(first - 1) // taps, 0, across))
+        channels = local.size(first - 1) // (rows.kernel * columns.kernel)
+        found = local.new_empty((*local.shape[: first - 1], channels, 0, across))
     a, b = max(begin, low), max(min(end, high), max(begin, low))
     found = cut_out(found, first, a - low, b - a)
     if (a, b) != (begin, end):

@@ -41,7 +41,7 @@ MOST_STRIPS = 4096
 BISECTED = 2
 """So often the number of strips is bisected between one that fits and its half, where strips cost something."""
 VAIN, GAIN = 2, 0.99
-"""So often in turn the number of strips is doubled in vain: none of them needs less than this share of the bytes."""
+"""Strips are doubled no more after so many doublings in turn that left more than this share of the bytes."""
 THINNEST = 8
 """Rows of the tallest value that a strip has at least, as long as the budget allows it: thinner ones cost time."""
 

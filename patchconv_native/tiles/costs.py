@@ -269,28 +269,13 @@ def sweep_peak(
 ) -> int:
     """The most bytes during a sweep, above what is there whole before it (inputs and results).
 
-    costs: of each step. stored: what is there from earlier sweeps; changed to what is there afterwards. rough: of
-    several bands, from the last one and the widest one.
+    costs: of each step. stored: what is there from earlier sweeps; changed to what is there afterwards. rough: as of
+    `_about_bands`, where there are several.
     """
-    most, before = 0, sum(rows.bytes for rows in stored.values()) if outside.counted else 0
-    alike: dict[Any, tuple[int, int]] = {}
-    there, after, each = before, stored, sweep.bands // outside.ranks
-    if rough and each > 1:
-        made = sum(whole_rows(graph, kinds, v, outside).bytes for v in sweep.stores) if outside.counted else 0
-        made += 2 * sum(answers_bytes(sweep, costs)) // outside.ranks  # joined at the end
-        for place, band in enumerate((sweep.bands - 1, widest_band(sweep)), 1):
-            peak, _ = _band_peak(graph, kinds, sweep, band, costs, stored, outside)
-            most = max(most, before + made * (each - place) // each + peak)
-    for band in range(sweep.bands) if most == 0 else ():
-        if band % each == 0:
-            there = before  # of another rank
-        key = tuple(_band_key(graph, kinds, step, band, sweep.made) for step in sweep.steps)
-        key += tuple(_lengths(boxes[band]) for boxes in sweep.own.values())
-        if key not in alike:
-            after = stored if outside.ranks == 1 else {v: type(rows)(rows) for v, rows in stored.items()}
-            alike[key] = _band_peak(graph, kinds, sweep, band, costs, after, outside)
-        peak, more = alike[key]
-        most, there = max(most, there + peak), there + more
+    before = sum(rows.bytes for rows in stored.values()) if outside.counted else 0
+    each = sweep.bands // outside.ranks
+    of_bands = _about_bands if rough and each > 1 else _of_bands
+    most, after = of_bands(graph, kinds, sweep, costs, stored, outside)
     if each == 1:
         stored.update(after)
     else:  # rows are there until the end
@@ -299,7 +284,39 @@ def sweep_peak(
             stored[v].widest = max(row_bytes(graph, kinds, v, box) for box in sweep.own[v])
     for v in sweep.frees:
         stored.pop(v, None)
-    return most + outside.beside(graph, kinds, sweep)
+    return before + most + outside.beside(graph, kinds, sweep)
+
+
+def _of_bands(
+    graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside
+) -> tuple[int, Stored]:
+    """The most bytes during any band, above what is there before the sweep, and what is stored after the last one."""
+    most, there, after, each = 0, 0, stored, sweep.bands // outside.ranks
+    alike: dict[Any, tuple[int, int]] = {}
+    for band in range(sweep.bands):
+        if band % each == 0:
+            there = 0  # of another rank
+        key = tuple(_band_key(graph, kinds, step, band, sweep.made) for step in sweep.steps)
+        key += tuple(_lengths(boxes[band]) for boxes in sweep.own.values())
+        if key not in alike:
+            after = stored if outside.ranks == 1 else {v: type(rows)(rows) for v, rows in stored.items()}
+            alike[key] = _band_peak(graph, kinds, sweep, band, costs, after, outside)
+        peak, more = alike[key]
+        most, there = max(most, there + peak), there + more
+    return most, after
+
+
+def _about_bands(
+    graph: Graph, kinds: Kinds, sweep: Sweep, costs: list[Cost], stored: Stored, outside: Outside
+) -> tuple[int, Stored]:
+    """About the same, from the last band and, as the one before it, the widest."""
+    made = sum(whole_rows(graph, kinds, v, outside).bytes for v in sweep.stores) if outside.counted else 0
+    made += 2 * sum(answers_bytes(sweep, costs)) // outside.ranks  # joined at the end
+    each, most = sweep.bands // outside.ranks, 0
+    for place, band in enumerate((sweep.bands - 1, widest_band(sweep)), 1):
+        peak, _ = _band_peak(graph, kinds, sweep, band, costs, stored, outside)
+        most = max(most, made * (each - place) // each + peak)
+    return most, stored
 
 
 def _band_peak(

@@ -18,10 +18,11 @@ from .gradients import refuse_transforms
 from .kept import MOST, plan_of_form
 from .keys import Kept, digest_of, key_of
 from .plan import TilePlan
+from .planning import budget_of, plan_graph, record_call
 from .ranks import planned_together
 from .recorded import Recorded
 from .strip_sizes import is_best_uncut
-from .tiling import budget_of, plan_graph, record_call, run_plan
+from .tiling import run_plan
 from .without_data import are_fake
 
 OWNER = "tile_modules"

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from patchconv_native.tiles import tiling, transfers
+from patchconv_native.tiles import planning, transfers
 from patchconv_native.tiles.arguments import Arguments
 from patchconv_native.tiles.plan import TilePlan
-from patchconv_native.tiles.tiling import plan_call
+from patchconv_native.tiles.planning import plan_call
 
 from .pairs import FULL
 from .seeds import SWEEP_SEED
@@ -29,7 +29,7 @@ Device = Callable[[int | None], Streams]
 def as_a_device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Makes the CPU a device of its own, with streams that keep to an order."""
     monkeypatch.setattr(transfers, "SERVED", {"cpu"})
-    monkeypatch.setattr(tiling, "check_store", lambda *given: None)
+    monkeypatch.setattr(planning, "check_store", lambda *given: None)
 
     def make(order: int | None) -> Streams:
         streams = Streams(order)

@@ -63,10 +63,10 @@ class Kernels(nn.Module):
         return (windows * self.net(x).softmax(1)[:, None]).sum(2)
 
 
-@pytest.mark.parametrize("graded", [False, True])
-def test_networks_of_windows_are_cut(graded: bool) -> None:
+@pytest.mark.parametrize(("graded", "batch"), [(False, 1), (True, 1), (True, 2)])
+def test_networks_of_windows_are_cut(graded: bool, batch: int) -> None:
     torch.manual_seed(0)
-    net, x = Kernels(), structured((1, 3, 96, 132)).float().requires_grad_(graded)
+    net, x = Kernels(), structured((batch, 3, 96, 132)).float().requires_grad_(graded)
     columns = 27 * math.prod(x.shape[2:]) * 4
     with torch.set_grad_enabled(graded):
         with pytest.raises(pc.BudgetError) as refused:
